@@ -1,0 +1,43 @@
+# Everything runs from .venv, which the first target that needs it builds; later runs find the stamp and build nothing.
+PYTHON ?= python3
+JOBS   ?= 2
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# --dist loadscope keeps the cells of a notebook together, in order, on one worker.
+# The cell timeout stops a hung cell by name; pytest's own timeout (pyproject.toml) stands behind it.
+NBVAL  := --nbval --nbval-current-env --nbval-cell-timeout=120
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadscope
+
+.PHONY: demo test lab serve notebooks lint mutants
+
+demo: $(STAMP)
+	$(BIN)/python -m berrylm_ref.demo
+
+test: lint
+	$(PYTEST) $(NBVAL)
+
+lab: $(STAMP)
+	$(BIN)/jupyter lab notebooks
+
+serve: $(STAMP)
+	$(BIN)/berrylm serve
+
+notebooks: $(STAMP)
+	$(PYTEST) $(NBVAL) notebooks
+
+lint: $(STAMP)
+	$(BIN)/ruff check
+
+mutants: $(STAMP)
+	$(PYTEST) -m mutants tests
+
+# Importing the font manager builds matplotlib's font cache now: a notebook that had to build it would print a message.
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(f"berrylm-ref needs Python 3.11 or newer, but $(PYTHON) is {v}. Try: make PYTHON=/path/to/python3.11" if sys.version_info < (3, 11) else 0)'
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/python -c 'import matplotlib.font_manager'
+	touch $@
