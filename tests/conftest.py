@@ -13,9 +13,12 @@ hypothesis.settings.register_profile("berrylm", deadline=None, derandomize=True,
 hypothesis.settings.load_profile("berrylm")
 
 
-def pytest_runtest_setup(item):
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU, and torch.cuda.is_available() is False")
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, and torch.cuda.is_available() is False"))
 
 
 @pytest.fixture(scope="session")
