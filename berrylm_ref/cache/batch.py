@@ -1,0 +1,163 @@
+"""What one forward reads and writes: N packed sequences, their positions, and where each one's memory lies.
+
+Prefill, a later chunk of a prompt, decode and any mixture are the same batch: a sequence brings T new tokens after `context`
+tokens that are already in the caches. Page 0 and slot 0 are scratch for padding and belong to nobody.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..config import BerryLMConfig
+
+
+@dataclass
+class Caches:
+    """The memory of all layers; a sequence owns whole pages and one slot.
+
+    k_pages, v_pages: [full layers, pages, page_size, kv_heads, head_dim], model dtype
+    conv:             [linear layers, slots, C, W - 1], model dtype: the last raw inputs of the convolution, oldest first
+    state:            [linear layers, slots, HV, K, V], fp32 (fp64 for a fp64 model)
+    """
+
+    k_pages: Tensor
+    v_pages: Tensor
+    conv: Tensor
+    state: Tensor
+
+    @classmethod
+    def allocate(cls, config: BerryLMConfig, *, pages: int, page_size: int, slots: int, dtype, device) -> "Caches":
+        """Zeroed memory for ``pages`` usable pages and ``slots`` usable slots beside the scratch ones."""
+        c, full, linear = config, len(config.full_layers), len(config.linear_layers)
+        kv = (full, pages + 1, page_size, c.num_key_value_heads, c.head_dim)
+        state = (linear, slots + 1, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim)
+        return cls(
+            k_pages=torch.zeros(kv, dtype=dtype, device=device),
+            v_pages=torch.zeros(kv, dtype=dtype, device=device),
+            conv=torch.zeros(linear, slots + 1, c.conv_dim, c.linear_conv_kernel_dim - 1, dtype=dtype, device=device),
+            state=torch.zeros(state, dtype=torch.float64 if dtype == torch.float64 else torch.float32, device=device),
+        )
+
+    @property
+    def page_size(self) -> int:
+        return self.k_pages.shape[2]
+
+    def clear_slot(self, slot: int) -> None:
+        """A new sequence starts from a zero state and a zero window."""
+        self.conv[:, slot] = 0
+        self.state[:, slot] = 0
+
+
+@dataclass
+class Sequence:
+    """One sequence's part in a forward: ``tokens`` after ``context`` earlier ones.
+
+    ``pages`` hold context + new tokens, in order; ``slot`` holds its conv windows and states. ``all_logits``: a row of logits
+    for every new token, else for the last one.
+    """
+
+    tokens: list[int]
+    context: int = 0
+    pages: list[int] = field(default_factory=list)
+    slot: int = 0
+    all_logits: bool = False
+
+
+@dataclass
+class Batch:
+    """The tensors of one forward; P packed new tokens of N sequences.
+
+    input_ids, positions, kv_rows [P] (kv_rows: page * page_size + offset); cu_seqlens [N + 1]; context_lens, slots [N];
+    page_table [N, most pages]; logit_rows [M], rows of P that want logits.
+    Without ``caches`` nothing is read or kept: the keys and values of this call serve as pages of one token.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    cu_seqlens: Tensor
+    context_lens: Tensor
+    page_table: Tensor
+    logit_rows: Tensor
+    max_query_len: int
+    slots: Tensor | None = None
+    kv_rows: Tensor | None = None
+    caches: Caches | None = None
+
+    @classmethod
+    def stateless(cls, input_ids: Tensor) -> "Batch":
+        """[B, T] ids as B sequences that start and end here, logits for every token."""
+        B, T = input_ids.shape
+        rows = torch.arange(B * T, device=input_ids.device)
+        return cls(
+            input_ids=input_ids.flatten(),
+            positions=rows % T if T else rows,
+            cu_seqlens=torch.arange(B + 1, device=input_ids.device) * T,
+            context_lens=torch.zeros(B, dtype=torch.long, device=input_ids.device),
+            page_table=rows.view(B, T),
+            logit_rows=rows,
+            max_query_len=T,
+        )
+
+    @classmethod
+    def build(cls, sequences: list[Sequence], caches: Caches) -> "Batch":
+        """Pack ``sequences``; raises ValueError where their pages or slots do not fit."""
+        size, device = caches.page_size, caches.state.device
+        ids, positions, kv_rows, logit_rows, offsets = [], [], [], [], [0]
+        for n, s in enumerate(sequences):
+            total = s.context + len(s.tokens)
+            if total > len(s.pages) * size:
+                raise ValueError(f"Batch: sequences[{n}].pages: expected room for {total} tokens, got {len(s.pages)} x {size}")
+            if not 0 < s.slot < caches.state.shape[1]:
+                raise ValueError(f"Batch: sequences[{n}].slot: expected 1 .. {caches.state.shape[1] - 1}, got {s.slot}")
+            ids += s.tokens
+            positions += range(s.context, total)
+            kv_rows += [s.pages[p // size] * size + p % size for p in range(s.context, total)]
+            offsets.append(len(ids))
+            first = offsets[-2] if s.all_logits else max(offsets[-2], len(ids) - 1)
+            logit_rows += range(first, len(ids))
+        slots = [s.slot for s in sequences]
+        if len(set(slots)) < len(slots):
+            raise ValueError(f"Batch: sequences: expected every sequence in its own slot, got slots {slots}")
+        widest = max((len(s.pages) for s in sequences), default=0)
+
+        def tensor(x):
+            return torch.tensor(x, dtype=torch.long, device=device)
+
+        return cls(
+            input_ids=tensor(ids),
+            positions=tensor(positions),
+            cu_seqlens=tensor(offsets),
+            context_lens=tensor([s.context for s in sequences]),
+            page_table=tensor([s.pages + [0] * (widest - len(s.pages)) for s in sequences]).view(len(sequences), widest),
+            logit_rows=tensor(logit_rows),
+            max_query_len=max((len(s.tokens) for s in sequences), default=0),
+            slots=tensor(slots),
+            kv_rows=tensor(kv_rows),
+            caches=caches,
+        )
+
+    @property
+    def decode_only(self) -> bool:
+        """Every sequence brings exactly one token."""
+        return self.caches is not None and self.max_query_len == 1 and len(self.input_ids) == len(self.context_lens)
+
+    def extend_kv(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append this call's keys and values [P, kv_heads, D] of full layer ``layer``; returns the pages to attend over."""
+        if self.caches is None:
+            return k.unsqueeze(1), v.unsqueeze(1)
+        k_pages, v_pages = self.caches.k_pages[layer], self.caches.v_pages[layer]
+        k_pages.flatten(0, 1)[self.kv_rows] = k
+        v_pages.flatten(0, 1)[self.kv_rows] = v
+        return k_pages, v_pages
+
+    def load_linear(self, layer: int, x: Tensor, channels: int, taps: int) -> tuple[Tensor, Tensor | None]:
+        """Conv windows [N, C, W - 1] and states [N, HV, K, V] (None: zeros) of linear layer ``layer``, as copies."""
+        if self.caches is None:
+            return x.new_zeros(len(self.context_lens), channels, taps), None
+        return self.caches.conv[layer, self.slots], self.caches.state[layer, self.slots]
+
+    def store_linear(self, layer: int, windows: Tensor, state: Tensor) -> None:
+        if self.caches is not None:
+            self.caches.conv[layer, self.slots] = windows
+            self.caches.state[layer, self.slots] = state

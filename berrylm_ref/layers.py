@@ -1,0 +1,199 @@
+"""The modules of a layer, with the checkpoint's names. They hold parameters; what runs are the backend's ops."""
+
+import torch
+from torch import Tensor, nn
+
+from .backend import Backend
+from .cache.batch import Batch
+from .config import LINEAR, BerryLMConfig
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+class Norm(nn.Module):
+    """Holder of a norm's weight; the gated norm's is centred at one, the others at zero."""
+
+    def __init__(self, width: int, centre: float = 0.0):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((width,), centre))
+
+
+class AttnRes(nn.Module):
+    """Holder of a layer's depth mixer: [D] pseudo-query and scalar gate. At zero both, the layer sees its own stream."""
+
+    def __init__(self, config: BerryLMConfig):
+        super().__init__()
+        self.pseudo_query = nn.Parameter(torch.zeros(config.hidden_size))
+        self.gate = nn.Parameter(torch.zeros(()))
+
+
+class KimiDeltaAttention(nn.Module):
+    """Linear attention: projections, short convolution, forget gate, the recurrence, gated norm (arXiv:2510.26692).
+
+    A_log and dt_bias stay fp32 when the module is cast to bf16 or fp16: rounded, a decay rate moves by up to 0.8 %, and it
+    compounds.
+    """
+
+    def __init__(self, config: BerryLMConfig):
+        super().__init__()
+        c = config
+        self.config = c
+        heads, keys, values = c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim
+        self.in_proj_qkv = nn.Linear(c.hidden_size, c.conv_dim, bias=False)
+        self.in_proj_z = nn.Linear(c.hidden_size, heads * values, bias=False)
+        self.in_proj_b = nn.Linear(c.hidden_size, heads, bias=False)
+        self.f_down_proj = nn.Linear(c.hidden_size, c.kda_gate_bottleneck, bias=False)
+        self.f_up_proj = nn.Linear(c.kda_gate_bottleneck, heads * keys, bias=False)
+        self.conv1d = nn.Conv1d(c.conv_dim, c.conv_dim, c.linear_conv_kernel_dim, groups=c.conv_dim, bias=False)
+        self.A_log = nn.Parameter(torch.linspace(0, 72, heads + 1)[1:].log() if heads > 1 else torch.zeros(1))
+        self.dt_bias = nn.Parameter(torch.empty(heads * keys).uniform_(-7, -2.6))
+        self.norm = Norm(values, centre=1.0)
+        self.out_proj = nn.Linear(heads * values, c.hidden_size, bias=False)
+        self.lower_bound = c.kda_gate_lower_bound if c.kda_safe_gate else None
+        self.intra = "dyadic"
+
+    def _apply(self, fn, recurse=True):
+        before = {name: getattr(self, name).data for name in ("A_log", "dt_bias")}
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            now = getattr(self, name)
+            if now.dtype in LOW_PRECISION:
+                now.data = old.to(now.device, torch.float32)
+        return self
+
+    def forward(self, x: Tensor, batch: Batch, layer: int, ops: Backend) -> Tensor:
+        """x [P, D] -> [P, D]; ``layer`` counts the linear layers."""
+        c = self.config
+        H, K = c.linear_num_key_heads, c.linear_key_head_dim
+        HV, V = c.linear_num_value_heads, c.linear_value_head_dim
+        qkv, z = self.in_proj_qkv(x), self.in_proj_z(x)
+        raw_gate, beta = self.f_up_proj(self.f_down_proj(x)), self.in_proj_b(x)
+        weight = self.conv1d.weight.squeeze(1)  # [C, W]
+        if batch.decode_only:
+            o = ops.kda_decode_step(
+                qkv, z, raw_gate, beta, weight, self.A_log, self.dt_bias, self.norm.weight,
+                batch.caches.conv[layer], batch.caches.state[layer], batch.slots,
+                key_heads=H, eps=c.rms_norm_eps, lower_bound=self.lower_bound,
+            )  # fmt: skip
+            return self.out_proj(o)
+        windows, state = batch.load_linear(layer, qkv, c.conv_dim, c.linear_conv_kernel_dim - 1)
+        qkv, windows = ops.causal_conv(qkv, weight, windows, batch.cu_seqlens)
+        q, k, v = qkv.unsqueeze(0).split([H * K, H * K, HV * V], -1)
+        o, state = ops.chunk_kda(
+            q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V)),
+            raw_gate.view(1, -1, HV, K), beta.unsqueeze(0),
+            initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True, A_log=self.A_log, dt_bias=self.dt_bias, lower_bound=self.lower_bound,
+            cu_seqlens=batch.cu_seqlens, intra=self.intra,
+        )  # fmt: skip
+        batch.store_linear(layer, windows, state)
+        o = ops.gated_rms_norm(o.squeeze(0), z.unflatten(-1, (HV, V)), self.norm.weight, c.rms_norm_eps)
+        return self.out_proj(o.flatten(-2))
+
+
+class GatedAttention(nn.Module):
+    """Full attention: grouped queries, per-head norm of q and k, partial rotary, sigmoid output gate."""
+
+    def __init__(self, config: BerryLMConfig):
+        super().__init__()
+        c = config
+        self.config = c
+        heads, kv_heads, width = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        self.q_proj = nn.Linear(c.hidden_size, heads * width * (2 if c.attn_output_gate else 1), bias=c.attention_bias)
+        self.k_proj = nn.Linear(c.hidden_size, kv_heads * width, bias=c.attention_bias)
+        self.v_proj = nn.Linear(c.hidden_size, kv_heads * width, bias=c.attention_bias)
+        self.o_proj = nn.Linear(heads * width, c.hidden_size, bias=c.attention_bias)
+        self.q_norm = Norm(width)
+        self.k_norm = Norm(width)
+
+    def forward(self, x: Tensor, batch: Batch, layer: int, rope: tuple[Tensor, Tensor], ops: Backend) -> Tensor:
+        """x [P, D] -> [P, D]; ``layer`` counts the full layers."""
+        c = self.config
+        q = self.q_proj(x).unflatten(-1, (c.num_attention_heads, -1))  # [P, heads, 2D]: query and gate, head by head
+        k, v = (p(x).unflatten(-1, (c.num_key_value_heads, -1)) for p in (self.k_proj, self.v_proj))
+        q, k, gate = ops.qk_norm_rope(
+            q, k, self.q_norm.weight, self.k_norm.weight, c.rms_norm_eps, *rope, output_gate=c.attn_output_gate
+        )
+        k_pages, v_pages = batch.extend_kv(layer, k, v)
+        o = ops.paged_attention(
+            q, k_pages, v_pages, batch.page_table, batch.cu_seqlens, batch.context_lens, c.head_dim**-0.5, gate
+        )
+        return self.o_proj(o.flatten(-2))
+
+
+class Experts(nn.Module):
+    """Holder of the routed experts: gate_up_proj [E, 2I, D] with the gate rows first, down_proj [E, D, I]."""
+
+    def __init__(self, config: BerryLMConfig):
+        super().__init__()
+        E, D, width = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * width, D).normal_(std=0.02))
+        self.down_proj = nn.Parameter(torch.empty(E, D, width).normal_(std=0.02))
+
+
+class SharedExpert(nn.Module):
+    """Holder of the expert that every token passes."""
+
+    def __init__(self, config: BerryLMConfig):
+        super().__init__()
+        D, width = config.hidden_size, config.shared_expert_intermediate_size
+        self.gate_proj = nn.Linear(D, width, bias=False)
+        self.up_proj = nn.Linear(D, width, bias=False)
+        self.down_proj = nn.Linear(width, D, bias=False)
+
+
+class MoE(nn.Module):
+    """Top-k of E experts plus a shared expert behind a sigmoid gate."""
+
+    def __init__(self, config: BerryLMConfig):
+        super().__init__()
+        self.config = config
+        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.experts = Experts(config)
+        self.shared_expert = SharedExpert(config)
+        self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
+
+    def forward(self, x: Tensor, ops: Backend) -> Tensor:
+        """x [P, D] -> [P, D]."""
+        shared = self.shared_expert
+        return ops.moe(
+            x, self.gate.weight, self.experts.gate_up_proj, self.experts.down_proj,
+            (shared.gate_proj.weight, shared.up_proj.weight), shared.down_proj.weight, self.shared_expert_gate.weight,
+            top_k=self.config.num_experts_per_tok, normalise=self.config.norm_topk_prob,
+        )  # fmt: skip
+
+
+class Layer(nn.Module):
+    """Mix over depth, then a token mixer and a MoE, each behind its norm and added to the *mixed* stream."""
+
+    def __init__(self, config: BerryLMConfig, index: int):
+        super().__init__()
+        self.config = config
+        self.is_linear = config.layer_types[index] == LINEAR
+        if config.attn_res_block_size:
+            self.attn_res = AttnRes(config)
+        self.input_layernorm = Norm(config.hidden_size)
+        if self.is_linear:
+            self.linear_attn = KimiDeltaAttention(config)
+        else:
+            self.self_attn = GatedAttention(config)
+        self.post_attention_layernorm = Norm(config.hidden_size)
+        self.mlp = MoE(config)
+
+    def forward(self, h: Tensor, committed: Tensor, batch: Batch, kind_index: int, rope, ops: Backend) -> Tensor:
+        """h [P, D], committed [blocks, P, D] -> [P, D]; ``kind_index`` counts the layers of this layer's kind."""
+        c = self.config
+        if c.attn_res_block_size:
+            mixer = self.attn_res
+            h, x = ops.attn_res_norm(
+                h, committed, mixer.pseudo_query, mixer.gate if c.attn_res_gated else None, c.attn_res_eps, c.attn_res_gated,
+                self.input_layernorm.weight, c.rms_norm_eps,
+            )  # fmt: skip
+        else:
+            x = ops.rms_norm(h, self.input_layernorm.weight, c.rms_norm_eps)
+        if self.is_linear:
+            x = self.linear_attn(x, batch, kind_index, ops)
+        else:
+            x = self.self_attn(x, batch, kind_index, rope, ops)
+        h, x = ops.add_rms_norm(h, x, self.post_attention_layernorm.weight, c.rms_norm_eps)
+        return h + self.mlp(x, ops)
