@@ -1,6 +1,7 @@
 # Everything runs from .venv, which the first target that needs it builds; later runs find the stamp and build nothing.
 PYTHON ?= python3
 JOBS   ?= 2
+MODEL  ?= tests/golden/hf-tiny-default
 
 VENV  := .venv
 BIN   := $(VENV)/bin
@@ -14,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadscope
 .PHONY: demo test lab serve notebooks lint mutants
 
 demo: $(STAMP)
-	$(BIN)/python -m berrylm_ref.demo
+	$(BIN)/python -m berrylm_ref.demo $(MODEL)
 
 test: lint
 	$(PYTEST) $(NBVAL)
@@ -23,7 +24,7 @@ lab: $(STAMP)
 	$(BIN)/jupyter lab notebooks
 
 serve: $(STAMP)
-	$(BIN)/berrylm serve
+	$(BIN)/berrylm serve --model $(MODEL)
 
 notebooks: $(STAMP)
 	$(PYTEST) $(NBVAL) notebooks

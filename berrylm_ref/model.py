@@ -72,7 +72,7 @@ class BerryLM(nn.Module):
         Raises ValueError naming the file or the tensor where they do not fit; nothing is used before everything fits.
         """
         dtype = as_dtype(dtype)
-        get_backend(backend, device, dtype)  # refused before anything is read
+        backend = get_backend(backend, device, dtype)  # refused before anything is read
         config = BerryLMConfig.from_pretrained(folder)
         files = weights.open_checkpoint(folder)
         model = cls(config, dtype=dtype, device="meta", backend=backend, kda_intra=kda_intra)

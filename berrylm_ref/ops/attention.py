@@ -51,16 +51,22 @@ def paged_attention(
     context_lens: Tensor,
     scale: float,
     gate: Tensor | None = None,
+    max_query_len: int | None = None,
 ) -> Tensor:
     """``attend`` for N packed sequences whose keys and values, those of this call included, lie in pages.
 
     q [P, heads, D]; k_pages, v_pages [pages, page_size, kv_heads, D]; page_table [N, most pages], sequence n's pages in
     order; cu_seqlens [N + 1] over the queries; context_lens [N] tokens of each sequence before this call; the result is
     multiplied by sigmoid(gate), gate [P, heads, D], in q's dtype. Returns [P, heads, D].
+
+    ``max_query_len`` promises that no sequence has more queries (with 1 the kernel twin reads no length on the host): checked.
     """
     page_size, offsets = k_pages.shape[1], cu_seqlens.tolist()
     if tuple(page_table.shape[:1]) != (len(offsets) - 1,):
         raise ValueError(f"paged_attention: page_table: expected {len(offsets) - 1} rows, got {tuple(page_table.shape)}")
+    longest = max((end - begin for begin, end in zip(offsets, offsets[1:], strict=False)), default=0)
+    if max_query_len is not None and longest > max_query_len:
+        raise ValueError(f"paged_attention: max_query_len: expected at least {longest}, the longest query, got {max_query_len}")
     out = []
     for n, context in enumerate(context_lens.tolist()):
         begin, end = offsets[n], offsets[n + 1]

@@ -1,0 +1,1 @@
+"""From requests to tokens: sampling, detokenisation, the loop that runs requests."""
