@@ -1,0 +1,88 @@
+"""The planted faults: one small edit of the package each, and the notebook whose check cell must then fail.
+
+Every notebook ends in a check; a check that can't fail says nothing. A row plants one classic mistake of that stage, and
+the notebook, run against the edited copy of the package, has to stop with an AssertionError in a cell tagged "check".
+
+Adding a row: a `Fault` at the end of its notebook's part of the table.
+
+    notebook   file name without .ipynb
+    file       the edited file, from the root of the repository; under berrylm_ref/ or kernels/berrylm_kernels/
+    old, new   source text: `old` occurs exactly once in the file and is replaced by `new`
+    story      what goes wrong, in a few words: the test's id, so unique in its notebook
+    ci         True: also in every run of the suite. Quick notebooks only, two or three rows in all
+
+`old` should be the shortest text that is unique and says what is edited; whole lines read best. The file must still be
+valid Python, and the edit should change numbers: a fault that raises at once is caught by anything.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One row of the table."""
+
+    notebook: str
+    file: str
+    old: str
+    new: str
+    story: str
+    ci: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.notebook}: {self.story}"
+
+    def edit(self, source: str) -> str:
+        """The file's text with the fault in it. Raises ValueError unless ``old`` occurs exactly once."""
+        count = source.count(self.old)
+        if count != 1:
+            raise ValueError(f"Fault '{self}': old: expected exactly once in {self.file}, got {count} times: {self.old!r}")
+        return source.replace(self.old, self.new)
+
+
+FAULTS: list[Fault] = [
+    # 01 recurrence
+    Fault(
+        "01_recurrence",
+        "berrylm_ref/ops/kda.py",
+        'torch.einsum("nhk,nhkv->nhv", x.k[row], S)',
+        'torch.einsum("nhk,nhkv->nhv", x.k[row], state[live])',
+        "delta before decay",
+        ci=True,
+    ),
+    Fault(
+        "01_recurrence",
+        "berrylm_ref/ops/kda.py",
+        'error = x.v[row] - torch.einsum("nhk,nhkv->nhv", x.k[row], S)',
+        "error = x.v[row]",
+        "adds the value instead of what is wrong",
+    ),
+    Fault(
+        "01_recurrence",
+        "berrylm_ref/ops/kda_inputs.py",
+        "x.repeat_interleave(HV // H, dim=1)",
+        "x.repeat(1, HV // H, 1)",
+        "value head j reads key head j % H",
+    ),
+    Fault(
+        "01_recurrence",
+        "berrylm_ref/ops/kda_inputs.py",
+        "dt_bias.to(dtype).view(heads, width)",
+        "dt_bias.to(dtype).view(width, heads).T",
+        "dt_bias read channel-major",
+    ),
+    Fault(
+        "01_recurrence",
+        "berrylm_ref/ops/kda_inputs.py",
+        "K**-0.5 if scale is None else scale",
+        "1.0 if scale is None else scale",
+        "q is not scaled",
+    ),
+    Fault(
+        "01_recurrence",
+        "berrylm_ref/ops/norm.py",
+        "L2_EPS = 1e-6",
+        "L2_EPS = 1e-5",
+        "epsilon of the l2norm",
+    ),
+]
