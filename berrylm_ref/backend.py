@@ -17,7 +17,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation of every op the model calls."""
+    """One implementation of every op the model calls.
+
+    ``boundary_states``: its ``chunk_kda`` hands out states at multiples of ``state_grid`` tokens, which decides what the prefix
+    cache can do with it.
+    """
 
     name: str
     rms_norm: Callable
@@ -30,6 +34,8 @@ class Backend:
     chunk_kda: Callable
     kda_decode_step: Callable
     moe: Callable
+    boundary_states: bool = True
+    state_grid: int = 64
 
 
 TORCH = Backend(
@@ -47,13 +53,23 @@ TORCH = Backend(
 )
 
 
+REGISTRY: dict[str, Callable[[], Backend]] = {"torch": lambda: TORCH}
+
+
+def register_backend(name: str, make: Callable[[], Backend]) -> None:
+    """Make ``backend=name`` available; ``make`` is called when it is asked for. What it declares is what callers go by."""
+    if name in REGISTRY or name == "auto":
+        raise ValueError(f"register_backend: name: expected a new one, got {name!r}")
+    REGISTRY[name] = make
+
+
 def get_backend(name: str | Backend, device: torch.device | str, dtype: torch.dtype) -> Backend:
     """The backend called ``name``; "auto" chooses and logs what it chose. A ``Backend`` passes through."""
     if isinstance(name, Backend):
         return name
     if name == "auto":
-        log.info("backend auto: torch on %s", torch.device(device))
-        return TORCH
-    if name == "torch":
-        return TORCH
-    raise ValueError(f"get_backend: name: expected 'auto' or 'torch', got {name!r}")
+        name = "torch"
+        log.info("backend auto: %s on %s", name, torch.device(device))
+    if name not in REGISTRY:
+        raise ValueError(f"get_backend: name: expected 'auto' or one of {sorted(REGISTRY)}, got {name!r}")
+    return REGISTRY[name]()

@@ -1,15 +1,18 @@
 """The configuration of a BerryLM model: every field of config.json, checked once, never changed afterwards."""
 
 import json
+import math
+import os
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 LINEAR, FULL = "linear_attention", "full_attention"
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+IDENTITY = {"architectures": ["BerryLMForCausalLM"], "model_type": "berrylm"}
 OPTIONAL = {"layer_types", "kda_gate_lower_bound", "bos_token_id", "eos_token_id", "pad_token_id", "dtype"}
 FRACTION_FIELDS = {"rms_norm_eps", "attn_res_eps"}
-ZERO_ALLOWED = {"attn_res_block_size"}
+LEAST = {"attn_res_block_size": 0, "linear_conv_kernel_dim": 2}  # of the integers; 1 for the others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +70,8 @@ class BerryLMConfig:
             object.__setattr__(self, "layer_types", tuple(types))
         else:
             object.__setattr__(self, "layer_types", tuple(self.layer_types))
+        for name in ("rope_parameters", "extra"):  # the caller's mapping may change later
+            object.__setattr__(self, name, dict(getattr(self, name)))
         self._check_values()
 
     def _check_type(self, name: str, value: Any) -> None:
@@ -75,17 +80,19 @@ class BerryLMConfig:
         if name in ("layer_types", "rope_parameters", "extra", "eos_token_id"):
             expected = {"layer_types": (list, tuple), "eos_token_id": (int, list)}.get(name, dict)
             ok = isinstance(value, expected) and not isinstance(value, bool)
+            if ok and name == "eos_token_id" and isinstance(value, list):
+                ok = all(isinstance(x, int) and not isinstance(x, bool) for x in value)
             expected = {"layer_types": "a list", "eos_token_id": "a token id or a list of them"}.get(name, "a mapping")
         elif name in ("hidden_act", "dtype"):
             ok, expected = isinstance(value, str), "a string"
         elif name in FRACTION_FIELDS or name == "kda_gate_lower_bound":
-            ok, expected = isinstance(value, int | float) and not isinstance(value, bool), "a number"
+            ok, expected = is_number(value), "a finite number"
         elif isinstance(type(self).__dataclass_fields__[name].default, bool):
             ok, expected = isinstance(value, bool), "true or false"
         else:
             ok, expected = isinstance(value, int) and not isinstance(value, bool), "an integer"
-            if ok and name not in OPTIONAL and value < (0 if name in ZERO_ALLOWED else 1):
-                ok, expected = False, "0 or more" if name in ZERO_ALLOWED else "1 or more"
+            if ok and name not in OPTIONAL and value < LEAST.get(name, 1):
+                ok, expected = False, f"{LEAST.get(name, 1)} or more"
         if not ok:
             refuse(name, expected, value)
 
@@ -116,10 +123,10 @@ class BerryLMConfig:
         rope = self.rope_parameters
         if rope.get("rope_type", "default") != "default":
             refuse("rope_parameters.rope_type", "'default'", rope["rope_type"])
-        if not isinstance(rope.get("rope_theta"), int | float) or rope["rope_theta"] <= 0:
+        if not is_number(rope.get("rope_theta")) or rope["rope_theta"] <= 0:
             refuse("rope_parameters.rope_theta", "a positive number", rope.get("rope_theta"))
         factor = rope.get("partial_rotary_factor")
-        if not isinstance(factor, int | float) or not 0 < factor <= 1:
+        if not is_number(factor) or not 0 < factor <= 1:
             refuse("rope_parameters.partial_rotary_factor", "a number in (0, 1]", factor)
         if self.rotary_dim % 2 or self.rotary_dim == 0:
             refuse("rope_parameters.partial_rotary_factor", "an even number of rotated channels", self.rotary_dim)
@@ -177,7 +184,7 @@ class BerryLMConfig:
         known = {f.name for f in fields(cls)} - {"extra"}
         return cls(
             **{name: value for name, value in raw.items() if name in known},
-            extra={name: value for name, value in raw.items() if name not in known},
+            extra={name: value for name, value in raw.items() if name not in known and IDENTITY.get(name) != value},
         )
 
     @classmethod
@@ -187,7 +194,7 @@ class BerryLMConfig:
         if not path.is_file():
             raise ValueError(f"BerryLMConfig: folder: expected a config.json in it, got {str(folder)!r}")
         try:
-            raw = json.loads(path.read_text())
+            raw = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"BerryLMConfig: {path}: expected JSON, got {error}") from error
         if not isinstance(raw, dict):
@@ -196,9 +203,9 @@ class BerryLMConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """What config.json holds: every field, and the unknown ones as they came."""
-        out = {"architectures": ["BerryLMForCausalLM"], "model_type": "berrylm", **self.extra}
+        out = {**IDENTITY, **self.extra}
         out.update({f.name: getattr(self, f.name) for f in fields(self) if f.name != "extra"})
-        out["layer_types"] = list(self.layer_types)
+        out["layer_types"], out["rope_parameters"] = list(self.layer_types), dict(self.rope_parameters)
         return out
 
     def with_dtype(self, dtype: str) -> "BerryLMConfig":
@@ -206,8 +213,16 @@ class BerryLMConfig:
         return replace(self, dtype=dtype)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / "config.json").write_text(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n")
+        """Write ``folder``/config.json; it appears whole or not at all."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json.partial").write_text(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n")
+        os.replace(folder / "config.json.partial", folder / "config.json")
+
+
+def is_number(value: Any) -> bool:
+    """A finite number; true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def refuse(name: str, expected: str, got: Any) -> None:

@@ -1,5 +1,7 @@
 """The modules of a layer, with the checkpoint's names. They hold parameters; what runs are the backend's ops."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -45,7 +47,8 @@ class KimiDeltaAttention(nn.Module):
         self.f_down_proj = nn.Linear(c.hidden_size, c.kda_gate_bottleneck, bias=False)
         self.f_up_proj = nn.Linear(c.kda_gate_bottleneck, heads * keys, bias=False)
         self.conv1d = nn.Conv1d(c.conv_dim, c.conv_dim, c.linear_conv_kernel_dim, groups=c.conv_dim, bias=False)
-        self.A_log = nn.Parameter(torch.linspace(0, 72, heads + 1)[1:].log() if heads > 1 else torch.zeros(1))
+        rates = [72 * (h + 1) / heads for h in range(heads)] if heads > 1 else [1.0]
+        self.A_log = nn.Parameter(torch.tensor([math.log(rate) for rate in rates]))  # tensor ops would cost a load 1 s on "meta"
         self.dt_bias = nn.Parameter(torch.empty(heads * keys).uniform_(-7, -2.6))
         self.norm = Norm(values, centre=1.0)
         self.out_proj = nn.Linear(heads * values, c.hidden_size, bias=False)
@@ -77,16 +80,19 @@ class KimiDeltaAttention(nn.Module):
             )  # fmt: skip
             return self.out_proj(o)
         windows, state = batch.load_linear(layer, qkv, c.conv_dim, c.linear_conv_kernel_dim - 1)
-        qkv, windows = ops.causal_conv(qkv, weight, windows, batch.cu_seqlens)
+        raw = qkv
+        qkv, windows = ops.causal_conv(raw, weight, windows, batch.cu_seqlens)
         q, k, v = qkv.unsqueeze(0).split([H * K, H * K, HV * V], -1)
-        o, state = ops.chunk_kda(
+        o, state, *kept = ops.chunk_kda(
             q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V)),
             raw_gate.view(1, -1, HV, K), beta.unsqueeze(0),
             initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
             use_beta_sigmoid_in_kernel=True, A_log=self.A_log, dt_bias=self.dt_bias, lower_bound=self.lower_bound,
-            cu_seqlens=batch.cu_seqlens, intra=self.intra,
+            cu_seqlens=batch.cu_seqlens, intra=self.intra, state_boundaries=batch.boundaries,
         )  # fmt: skip
         batch.store_linear(layer, windows, state)
+        if kept:
+            batch.keep_boundaries(layer, raw, *kept)
         o = ops.gated_rms_norm(o.squeeze(0), z.unflatten(-1, (HV, V)), self.norm.weight, c.rms_norm_eps)
         return self.out_proj(o.flatten(-2))
 

@@ -114,10 +114,10 @@ class BerryLM(nn.Module):
         """input_ids [B, T] int64, every sequence whole -> logits [B, T, vocab_size] in the model dtype."""
         self.check_ids(input_ids)
         logits, hidden = self.run(Batch.stateless(input_ids.to(self.device)), keep_hidden=return_hidden_states)
-        logits = logits.view(*input_ids.shape, -1)
+        logits = logits.view(*input_ids.shape, self.config.vocab_size)
         if not return_hidden_states:
             return logits
-        return ModelOutput(logits, [x.view(*input_ids.shape, -1) for x in hidden])
+        return ModelOutput(logits, [x.view(*input_ids.shape, self.config.hidden_size) for x in hidden])
 
     def run(self, batch: Batch, keep_hidden: bool = False) -> tuple[Tensor, list[Tensor]]:
         """One forward: logits [rows asked for, vocab_size], and each layer's stream [P, D] if they are kept."""
@@ -139,8 +139,9 @@ class BerryLM(nn.Module):
         return linear(x, self.head), hidden
 
     def check_ids(self, input_ids: Tensor) -> None:
-        if input_ids.dim() != 2 or input_ids.dtype != torch.int64:
-            got = f"{tuple(input_ids.shape)} {input_ids.dtype}"
+        is_tensor = isinstance(input_ids, Tensor)
+        if not is_tensor or input_ids.dim() != 2 or input_ids.dtype != torch.int64:
+            got = f"{tuple(input_ids.shape)} {input_ids.dtype}" if is_tensor else repr(input_ids)
             raise ValueError(f"BerryLM: input_ids: expected an int64 tensor [B, T], got {got}")
         if input_ids.shape[1] > self.config.max_position_embeddings:
             limit = self.config.max_position_embeddings

@@ -5,6 +5,7 @@ matches them with the model, ``load`` copies.
 """
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -19,9 +20,8 @@ from torch import Tensor
 from .config import BerryLMConfig
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-FLOATS = {"F64", "F32", "F16", "BF16"}
+FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of one number
 IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
-PER_EXPERT = re.compile(r"^(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -33,6 +33,10 @@ class Entry:
     file: Path
     shape: tuple[int, ...]
     dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * FLOATS[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,11 @@ def open_checkpoint(folder: str | Path) -> dict[str, Entry]:
         try:
             weight_map = json.loads(index.read_text())["weight_map"]
             names = sorted(set(weight_map.values()))
+            odd = [n for n in names if not n or Path(n).name != n]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index}: expected a JSON object with a weight_map of names to files, got {error!r}") from error
+        if odd:
+            raise ValueError(f"{index}: expected the names of files beside it, got {odd[0]!r}")
         missing = [n for n in names if not (folder / n).is_file()]
         if missing:
             raise ValueError(f"{index}: expected every shard that it names, missing: {', '.join(missing)}")
@@ -65,7 +72,7 @@ def open_checkpoint(folder: str | Path) -> dict[str, Entry]:
     for name in names:
         for entry in _headers(folder / name):
             if weight_map is not None and weight_map.get(entry.name) != name:
-                where = weight_map.get(entry.name)
+                where = weight_map.get(entry.name, "no file")
                 raise ValueError(f"{folder / name}: {entry.name}: expected in {where} by the index, got it here")
             entries[entry.name] = entry
     lost = sorted(set(weight_map or ()) - set(entries))
@@ -86,62 +93,49 @@ def _headers(path: Path) -> Iterator[Entry]:
 
 def plan(entries: dict[str, Entry], config: BerryLMConfig, parameters: dict[str, Tensor]) -> list[Copy]:
     """Match headers and parameters; raises ValueError that lists every missing, unwanted or misshapen tensor."""
-    copies, faults, filled = [], [], set()
+    pieces = {name: _expert_pieces(name, config) for name in parameters}
+    places = {name: (name, ()) for name in parameters}
+    places |= {piece: (name, index) for name in parameters for piece, index in pieces[name].items()}
+    if config.tie_word_embeddings:
+        places["lm_head.weight"] = ("model.embed_tokens.weight", ())  # saved twice by some writers: fine if it is the same
+    copies, faults = [], []
     for name, entry in entries.items():
         if IGNORED.search(name):
             continue
-        target, index = name, ()
-        found = PER_EXPERT.match(name)
-        if found:
-            target, index = _expert_place(found, config)
-        elif name == "lm_head.weight" and config.tie_word_embeddings:
-            target = "model.embed_tokens.weight"  # saved twice by some writers: accepted if it is the same
-        if target not in parameters:
+        if name not in places:
             faults.append(f"{name}: nothing in the model wants it")
             continue
-        want = tuple(parameters[target][index].shape) if _inside(index, parameters[target]) else None
+        target, index = places[name]
+        want = tuple(parameters[target][index].shape)
         if entry.shape != want:
             faults.append(f"{name}: expected shape {want}, got {entry.shape} in {entry.file.name}")
         elif entry.dtype not in FLOATS:
             faults.append(f"{name}: expected a float dtype, got {entry.dtype} in {entry.file.name}")
-        elif target != name and name == "lm_head.weight":
+        elif name == "lm_head.weight" and config.tie_word_embeddings:
             _check_tied(entries, entry, faults)
         else:
             copies.append(Copy(entry, target, index))
-            filled.add((target, str(index)))
-    for name, parameter in parameters.items():
-        for index in _parts(name, parameter, filled, config):
-            if (name, str(index)) not in filled:
-                faults.append(f"{name}{list(index) if index else ''}: missing from the checkpoint")
+    for name in parameters:
+        given = [piece for piece in pieces[name] if piece in entries]
+        if name in entries and given:
+            faults.append(f"{name}: expected once, got it whole and as {given[0]}")
+        elif name not in entries:
+            absent = [piece for piece in pieces[name] if piece not in entries] if given else [name]
+            faults += [f"{missing}: missing from the checkpoint" for missing in absent]
     if faults:
         more = f" (and {len(faults) - 20} more)" if len(faults) > 20 else ""
         raise ValueError("checkpoint does not fit the configuration: " + "; ".join(faults[:20]) + more)
     return copies
 
 
-def _expert_place(found: re.Match, config: BerryLMConfig) -> tuple[str, tuple]:
-    """Where a per-expert tensor lies in the stacked one; the gate rows stand before the up rows."""
-    prefix, expert, kind = found[1], int(found[2]), found[3]
+def _expert_pieces(name: str, config: BerryLMConfig) -> dict[str, tuple]:
+    """The per-expert names that may stand for a stacked parameter, and where in it each lies: gate rows before up rows."""
+    prefix, _, kind = name.rpartition(".")
+    if not prefix.endswith(".mlp.experts"):
+        return {}
     width = config.moe_intermediate_size
-    if kind == "down":
-        return f"{prefix}.down_proj", (expert,)
-    return f"{prefix}.gate_up_proj", (expert, slice(0, width) if kind == "gate" else slice(width, 2 * width))
-
-
-def _inside(index: tuple, parameter: Tensor) -> bool:
-    return not index or index[0] < parameter.shape[0]
-
-
-def _parts(name: str, parameter: Tensor, filled: set, config: BerryLMConfig) -> list[tuple]:
-    """The pieces that together fill a parameter: itself, or one a expert where the checkpoint has per-expert names."""
-    if ".mlp.experts." not in name or (name, "()") in filled:
-        return [()]
-    if not any(target == name for target, _ in filled):
-        return [()]
-    if name.endswith("down_proj"):
-        return [(e,) for e in range(parameter.shape[0])]
-    width = config.moe_intermediate_size
-    return [(e, half) for e in range(parameter.shape[0]) for half in (slice(0, width), slice(width, 2 * width))]
+    rows = {"gate": slice(0, width), "up": slice(width, 2 * width)} if kind == "gate_up_proj" else {"down": slice(None)}
+    return {f"{prefix}.{e}.{part}_proj.weight": (e, at) for e in range(config.num_experts) for part, at in rows.items()}
 
 
 def _check_tied(entries: dict[str, Entry], head: Entry, faults: list[str]) -> None:
@@ -157,18 +151,32 @@ def read(entry: Entry) -> Tensor:
 
 @torch.no_grad()
 def load(copies: list[Copy], parameters: dict[str, Tensor]) -> None:
-    """Carry out the plan; one tensor is read at a time, and cast on the way."""
-    by_file: dict[Path, list[Copy]] = {}
-    for copy in copies:
-        by_file.setdefault(copy.source.file, []).append(copy)
-    for path, steps in by_file.items():
-        with safe_open(path, framework="pt") as f:
-            for step in steps:
+    """Carry out the plan; one tensor is read at a time, and cast on the way.
+
+    An open file is a memory map: what was read stays resident until it is closed. So it is opened anew whenever more than
+    the largest tensor would be, and the peak stays at the weights plus about one tensor.
+    """
+    largest = max((copy.source.nbytes for copy in copies), default=0)
+    runs: list[list[Copy]] = []  # of one file, at most `largest` bytes each
+    room = 0
+    for copy in sorted(copies, key=lambda copy: copy.source.file):
+        if not runs or runs[-1][0].source.file != copy.source.file or copy.source.nbytes > room:
+            runs.append([])
+            room = largest
+        runs[-1].append(copy)
+        room -= copy.source.nbytes
+    for run in runs:
+        with safe_open(run[0].source.file, framework="pt") as f:
+            for step in run:
                 parameters[step.target][step.index].copy_(f.get_tensor(step.source.name))
 
 
 def save(model, folder: str | Path, max_shard_size: str | int = "2GB") -> None:
-    """Write ``model`` with the official names; files of an earlier save that the new one does not use are removed."""
+    """Write ``model`` with the official names; files of an earlier save that the new one does not use are removed.
+
+    Everything is written beside the old files first. The switch is one rename or removal, so that a reader finds the old
+    weights, the new ones, or an error, and never a mixture.
+    """
     limit, folder = parse_size(max_shard_size), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[dict[str, Tensor]] = [{}]
@@ -181,18 +189,27 @@ def save(model, folder: str | Path, max_shard_size: str | int = "2GB") -> None:
         size += tensor.nbytes
     count = len(shards)
     names = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-    written = [f"{name}.partial" for name in names]
-    for shard, name in zip(shards, written, strict=True):  # whole files first, their real names last
-        save_file({k: v.detach().cpu().contiguous() for k, v in shard.items()}, folder / name, metadata={"format": "pt"})
-    for old in [*folder.glob("model-*-of-*.safetensors"), folder / SINGLE, folder / INDEX]:
-        old.unlink(missing_ok=True)
-    for partial, name in zip(written, names, strict=True):
-        os.replace(folder / partial, folder / name)
-    if count > 1:
-        weight_map = {k: name for shard, name in zip(shards, names, strict=True) for k in shard}
-        total = sum(v.nbytes for shard in shards for v in shard.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    try:
+        for shard, name in zip(shards, names, strict=True):
+            whole = {k: v.detach().cpu().contiguous() for k, v in shard.items()}
+            save_file(whole, folder / f"{name}.partial", metadata={"format": "pt"})
+        if count > 1:
+            weight_map = {k: name for shard, name in zip(shards, names, strict=True) for k in shard}
+            total = sum(v.nbytes for shard in shards for v in shard.values())
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (folder / f"{INDEX}.partial").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            if (folder / INDEX).is_file():  # its shards may have the names of the new ones
+                (folder / SINGLE).unlink(missing_ok=True)
+                (folder / INDEX).unlink()
+            names.append(INDEX)
+        for name in names:
+            os.replace(folder / f"{name}.partial", folder / name)
+    finally:
+        for partial in [*folder.glob("model*.safetensors.partial"), folder / f"{INDEX}.partial"]:
+            partial.unlink(missing_ok=True)
+    for old in [folder / INDEX, folder / SINGLE, *folder.glob("model-*-of-*.safetensors")]:
+        if old.name not in names:
+            old.unlink(missing_ok=True)
     dtype = str(model.dtype).removeprefix("torch.")
     model.config.with_dtype(dtype).save_pretrained(folder)
 

@@ -19,24 +19,46 @@ class Caches:
     k_pages, v_pages: [full layers, pages, page_size, kv_heads, head_dim], model dtype
     conv:             [linear layers, slots, C, W - 1], model dtype: the last raw inputs of the convolution, oldest first
     state:            [linear layers, slots, HV, K, V], fp32 (fp64 for a fp64 model)
+    snapshot_conv, snapshot_state: the same for snapshots in place of slots
     """
 
     k_pages: Tensor
     v_pages: Tensor
     conv: Tensor
     state: Tensor
+    snapshot_conv: Tensor
+    snapshot_state: Tensor
 
     @classmethod
-    def allocate(cls, config: BerryLMConfig, *, pages: int, page_size: int, slots: int, dtype, device) -> "Caches":
-        """Zeroed memory for ``pages`` usable pages and ``slots`` usable slots beside the scratch ones."""
+    def allocate(
+        cls,
+        config: BerryLMConfig,
+        *,
+        pages: int,
+        page_size: int,
+        slots: int,
+        snapshots: int = 0,
+        snapshot_dtype: torch.dtype | None = None,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> "Caches":
+        """Zeroed memory for so many usable pages, slots and snapshots, beside the scratch ones at index 0."""
         c, full, linear = config, len(config.full_layers), len(config.linear_layers)
         kv = (full, pages + 1, page_size, c.num_key_value_heads, c.head_dim)
-        state = (linear, slots + 1, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim)
+        conv = (c.conv_dim, c.linear_conv_kernel_dim - 1)
+        state = (c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim)
+        state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
         return cls(
-            k_pages=torch.zeros(kv, dtype=dtype, device=device),
-            v_pages=torch.zeros(kv, dtype=dtype, device=device),
-            conv=torch.zeros(linear, slots + 1, c.conv_dim, c.linear_conv_kernel_dim - 1, dtype=dtype, device=device),
-            state=torch.zeros(state, dtype=torch.float64 if dtype == torch.float64 else torch.float32, device=device),
+            k_pages=zeros(*kv, dtype=dtype),
+            v_pages=zeros(*kv, dtype=dtype),
+            conv=zeros(linear, slots + 1, *conv, dtype=dtype),
+            state=zeros(linear, slots + 1, *state, dtype=state_dtype),
+            snapshot_conv=zeros(linear, snapshots + 1, *conv, dtype=dtype),
+            snapshot_state=zeros(linear, snapshots + 1, *state, dtype=snapshot_dtype or state_dtype),
         )
 
     @property
@@ -54,7 +76,8 @@ class Sequence:
     """One sequence's part in a forward: ``tokens`` after ``context`` earlier ones.
 
     ``pages`` hold context + new tokens, in order; ``slot`` holds its conv windows and states. ``all_logits``: a row of logits
-    for every new token, else for the last one.
+    for every new token, else for the last one. ``boundaries``: (new tokens, snapshot) pairs; what the sequence remembers after
+    exactly so many of them is copied there.
     """
 
     tokens: list[int]
@@ -62,6 +85,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     slot: int = 0
     all_logits: bool = False
+    boundaries: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass
@@ -83,6 +107,9 @@ class Batch:
     slots: Tensor | None = None
     kv_rows: Tensor | None = None
     caches: Caches | None = None
+    boundaries: list[tuple[int, int]] | None = None  # (sequence, new tokens) whose states are kept
+    snapshots: Tensor | None = None  # where each of them goes
+    window_rows: Tensor | None = None  # [len(boundaries), W - 1] rows of P: the inputs in the window at that moment
 
     @classmethod
     def stateless(cls, input_ids: Tensor) -> "Batch":
@@ -116,6 +143,10 @@ class Batch:
             offsets.append(len(ids))
             first = offsets[-2] if s.all_logits else max(offsets[-2], len(ids) - 1)
             logit_rows += range(first, len(ids))
+        kept = [(n, tokens, snapshot) for n, s in enumerate(sequences) for tokens, snapshot in s.boundaries]
+        taps = caches.conv.shape[-1]
+        if any(tokens < taps for _, tokens, _ in kept):
+            raise ValueError(f"Batch: boundaries: expected {taps} new tokens or more before each, got {kept}")
         slots = [s.slot for s in sequences]
         if len(set(slots)) < len(slots):
             raise ValueError(f"Batch: sequences: expected every sequence in its own slot, got slots {slots}")
@@ -135,6 +166,9 @@ class Batch:
             slots=tensor(slots),
             kv_rows=tensor(kv_rows),
             caches=caches,
+            boundaries=[(n, tokens) for n, tokens, _ in kept] or None,
+            snapshots=tensor([snapshot for _, _, snapshot in kept]),
+            window_rows=tensor([list(range(offsets[n] + t - taps, offsets[n] + t)) for n, t, _ in kept]).view(-1, taps),
         )
 
     @property
@@ -158,6 +192,12 @@ class Batch:
         return self.caches.conv[layer, self.slots], self.caches.state[layer, self.slots]
 
     def store_linear(self, layer: int, windows: Tensor, state: Tensor) -> None:
+        """Every sequence's new windows and state, into its own slot."""
         if self.caches is not None:
             self.caches.conv[layer, self.slots] = windows
             self.caches.state[layer, self.slots] = state
+
+    def keep_boundaries(self, layer: int, raw: Tensor, states: Tensor) -> None:
+        """States [M, HV, K, V] at the boundaries, and the windows: raw conv inputs [P, C] just before each."""
+        self.caches.snapshot_state[layer, self.snapshots] = states.to(self.caches.snapshot_state.dtype)
+        self.caches.snapshot_conv[layer, self.snapshots] = raw[self.window_rows].transpose(1, 2)

@@ -113,8 +113,7 @@ class CallSink:
     def _send(self, arguments: str) -> None:
         if not arguments:
             return
-        index = len(self._calls) - 1
-        self._calls[index].sent.append(arguments)
-        if not self._delta.calls or self._delta.calls[-1].index != index:
-            self._delta.calls.append(CallFragment(index))
+        self._calls[-1].sent.append(arguments)
+        if not self._delta.calls:
+            self._delta.calls.append(CallFragment(len(self._calls) - 1))
         self._delta.calls[-1].arguments += arguments

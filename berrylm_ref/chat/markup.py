@@ -41,11 +41,9 @@ def one_of(text: str, at: int, tags: tuple[str, ...]) -> int:
     return best if best >= 0 else MORE if MORE in ends else NO
 
 
-def follows(text: str, at: int, tags: tuple[str, ...], final: bool) -> int:
-    """Whether whitespace and one of `tags` stand at `at`: a position, NO or MORE. With `final`, a text that ends before
-    this is known counts as yes: what was cut off is markup."""
-    end = one_of(text, skip_space(text, at), tags)
-    return len(text) if final and end == MORE else end
+def follows(text: str, at: int, tags: tuple[str, ...]) -> int:
+    """Whether whitespace and one of `tags` stand at `at`: the position after them, NO or MORE."""
+    return one_of(text, skip_space(text, at), tags)
 
 
 def named(text: str, at: int, head: str) -> tuple[int, str]:

@@ -180,12 +180,12 @@ class ToolCallParser:
             self._text = self._text.removeprefix("\n")
         at, end = self._text.find("<"), NO
         while at >= 0:
-            end = _value_end(self._text, at, final)
+            end = _value_end(self._text, at)
             if end != NO:
                 break
             at = self._text.find("<", at + 1)
         if end == MORE and final:
-            end = at
+            end = at  # what was cut off is markup
         stop = at if at >= 0 else len(self._text)
         if self._text.endswith("\n", 0, stop):
             stop -= 1  # layout if the value ends here; until that is known it waits
@@ -217,20 +217,20 @@ class ToolCallParser:
 
     def _open_call(self, name: str) -> None:
         self._sink.open_call(name)
-        self._step, self._owed = self._call, False
+        self._step = self._call
 
 
-def _value_end(text: str, at: int, final: bool) -> int:
+def _value_end(text: str, at: int) -> int:
     """Whether the value ends at `at`: the position from which the call's text goes on, NO or MORE."""
     for tag, after in _VALUE_ENDS.items():
         end = literal(text, at, tag)
         if end >= 0:
-            found = follows(text, end, after, final)
+            found = follows(text, end, after)
             return found if found < 0 else end if tag == PARAMETER_CLOSE else at
     parameter, _ = named(text, at, PARAMETER_HEAD)
     function, _ = named(text, at, FUNCTION_HEAD)
     if function >= 0:
-        function = follows(text, function, (PARAMETER_HEAD, FUNCTION_CLOSE, BLOCK_CLOSE), final)
+        function = follows(text, function, (PARAMETER_HEAD, FUNCTION_CLOSE, BLOCK_CLOSE))
     if parameter >= 0 or function >= 0:
         return at
     return MORE if MORE in (parameter, function, one_of(text, at, tuple(_VALUE_ENDS))) else NO

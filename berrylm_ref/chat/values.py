@@ -78,8 +78,8 @@ def _container(text: str) -> str | None:
     if _depth(text) > MAX_DEPTH:
         return None
     try:
-        return _legible(json.loads(text, parse_constant=_refuse))
-    except ValueError:  # not JSON, or a number out of range
+        return _legible(json.loads(text))
+    except ValueError:  # not JSON, or NaN, or a number out of range
         return None
 
 
@@ -89,7 +89,3 @@ def _depth(text: str) -> int:
         depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token.group(), 0)
         deepest = max(deepest, depth)
     return deepest
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")

@@ -6,18 +6,28 @@ from pathlib import Path
 
 import torch
 
-from ..model import BerryLM
+from ..backend import Backend
+from ..cache.pool import Pool
+from ..cache.prefix import PrefixCache, resolve_strategy
+from ..model import BerryLM, as_dtype
 from ..tokenizer import Tokenizer
+from .engine import Engine
+from .memory import plan_sizes
 from .params import SamplingParams
 from .request import Output, Request, make_requests
 from .sequential import run_alone
 
 
 class LLM:
-    """Load ``folder`` and generate; requests run one after the other.
+    """Load ``folder`` and generate, many requests at a time.
 
     A folder without tokenizer.json works with token ids. The end tokens are the union of those that config.json and
     generation_config.json declare. ``dtype`` "float64" is for property tests: there the router has no near-ties.
+
+    prefix_cache: "auto", "extra_buffer", "no_buffer" or "off" (see ``cache.prefix``); page_size: tokens of a KV page;
+    max_running_requests: sequences in one forward; max_total_tokens: KV memory in tokens; snapshot_bytes: memory for states
+    kept at prefixes, of ``snapshot_dtype`` (None: as the states); chunked_prefill_size: tokens of one forward, None is 2048, on
+    a GPU 8192. sequential: run requests one after the other through the plain loop instead, the engine's twin.
     """
 
     def __init__(
@@ -25,9 +35,21 @@ class LLM:
         folder: str | Path,
         dtype: torch.dtype | str = "float32",
         device: str = "cpu",
-        backend: str = "auto",
+        backend: str | Backend = "auto",
+        prefix_cache: str = "auto",
+        page_size: int = 16,
+        max_running_requests: int = 32,
+        max_total_tokens: int | None = None,
+        chunked_prefill_size: int | None = None,
+        snapshot_bytes: int | None = None,
+        snapshot_dtype: torch.dtype | str | None = None,
         kda_intra: str | list[str] = "dyadic",
+        sequential: bool = False,
     ):
+        for name, value in (("page_size", page_size), ("max_running_requests", max_running_requests)):
+            positive(name, value)
+        for name, value in (("max_total_tokens", max_total_tokens), ("chunked_prefill_size", chunked_prefill_size)):
+            positive(name, value, optional=True)
         self.model = BerryLM.from_pretrained(folder, dtype=dtype, device=device, backend=backend, kda_intra=kda_intra)
         self.config = self.model.config
         self.tokenizer = Tokenizer.from_folder(folder)
@@ -36,6 +58,28 @@ class LLM:
             raise ValueError(
                 f"LLM: tokenizer.json: expected ids below vocab_size = {self.config.vocab_size}, got {self.tokenizer.size - 1}"
             )
+        self._known = self.tokenizer.size if self.tokenizer else None
+        self.engine: Engine | None = None
+        if not sequential:
+            ops = self.model.backend
+            strategy = resolve_strategy(
+                prefix_cache, boundary_states=ops.boundary_states, grid=ops.state_grid, page_size=page_size
+            )
+            sizes = plan_sizes(
+                self.config,
+                dtype=self.model.dtype,
+                device=self.model.device,
+                page_size=page_size,
+                max_running_requests=max_running_requests,
+                max_total_tokens=max_total_tokens,
+                snapshot_bytes=snapshot_bytes,
+                snapshot_dtype=None if snapshot_dtype is None else as_dtype(snapshot_dtype),
+                keep_snapshots=strategy != "off",
+            )
+            pool = Pool(self.config, sizes, dtype=self.model.dtype, device=self.model.device)
+            budget = chunked_prefill_size or (8192 if self.model.device.type == "cuda" else 2048)
+            cache = PrefixCache(pool, strategy, ops.state_grid)
+            self.engine = Engine(self.model, cache, max_running=max_running_requests, token_budget=budget, known=self._known)
 
     def generate(
         self, prompts: list[str] | list[list[int]] | str, params: SamplingParams | list[SamplingParams] | None = None
@@ -46,9 +90,16 @@ class LLM:
         if len(params) != len(prompts):
             raise ValueError(f"generate: params: expected one, or one for each of {len(prompts)} prompts, got {len(params)}")
         requests = [r for prompt, p in zip(prompts, params, strict=True) for r in self.requests(prompt, p)]
-        for request in requests:
-            for _ in self.stream(request):
-                pass
+        if self.engine is None:
+            for request in requests:
+                for _ in run_alone(self.model, request, self._known):
+                    pass
+        else:
+            for request in requests:
+                self.engine.scheduler.check_fits(request)
+            for request in requests:
+                self.engine.add(request)
+            self._run_to_end(requests)
         return [request.output() for request in requests]
 
     def requests(self, prompt: str | list[int], params: SamplingParams) -> list[Request]:
@@ -69,8 +120,26 @@ class LLM:
         )
 
     def stream(self, request: Request) -> Iterator[str]:
-        """Run one request; yields the text of every step, "" where none became certain."""
-        return run_alone(self.model, request, self.tokenizer.size if self.tokenizer else None)
+        """Run one request; yields the text of every step, "" where none became certain. Closed early, it is cancelled."""
+        if self.engine is None:
+            yield from run_alone(self.model, request, self._known)
+            return
+        self.engine.add(request)
+        try:
+            while not request.finished:
+                for event in self.engine.step():
+                    if event.request is request:
+                        yield event.text
+        finally:
+            self.engine.cancel(request)
+
+    def _run_to_end(self, requests: list[Request]) -> None:
+        try:
+            while not all(request.finished for request in requests):
+                self.engine.step()
+        finally:
+            for request in requests:  # an interrupt must not leave them holding pages
+                self.engine.cancel(request)
 
 
 def end_token_ids(folder: str | Path, declared: tuple[int, ...]) -> frozenset[int]:
@@ -86,3 +155,8 @@ def end_token_ids(folder: str | Path, declared: tuple[int, ...]) -> frozenset[in
     if not isinstance(more, list) or not all(isinstance(i, int) for i in more):
         raise ValueError(f"{path}: eos_token_id: expected a token id or a list of them, got {more!r}")
     return frozenset(declared) | frozenset(more)
+
+
+def positive(name: str, value: int | None, optional: bool = False) -> None:
+    if not (optional and value is None) and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ValueError(f"LLM: {name}: expected an integer, 1 or more, got {value!r}")

@@ -23,7 +23,7 @@ class Output:
     prompt_logprobs: list[TokenLogprob | None] | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """``prompt_ids`` and, growing, ``output_ids``; ends on an end token, a stop string, or after ``max_new`` tokens."""
 
@@ -37,11 +37,12 @@ class Request:
     output_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
-    cached_tokens: int = 0
+    cached_tokens: int | None = None  # None until it is admitted
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] | None = None
 
     def __post_init__(self):
+        self.tokens = self.prompt_ids + self.output_ids
         self._detokenizer = Detokenizer(self.tokenizer) if self.tokenizer else None
         self._stops = StopStrings(self.params.stop)
 
@@ -56,6 +57,7 @@ class Request:
     def append(self, token: int) -> str:
         """Take the next token; returns the text that became certain. Sets ``finish_reason`` when it was the last."""
         self.output_ids.append(token)
+        self.tokens.append(token)
         stop = token in self.params.stop_token_ids or (not self.params.ignore_eos and token in self.end_ids)
         delta = "" if stop or not self._detokenizer else self._stops.feed(self._detokenizer.feed(token))
         if stop or self._stops.stopped:
@@ -75,7 +77,7 @@ class Request:
             token_ids=self.output_ids,
             text=self.text,
             finish_reason=self.finish_reason,
-            cached_tokens=self.cached_tokens,
+            cached_tokens=self.cached_tokens or 0,
             index=self.index,
             logprobs=self.logprobs if self.params.logprobs is not None else None,
             prompt_logprobs=self.prompt_logprobs,

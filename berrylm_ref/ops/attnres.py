@@ -7,9 +7,7 @@ from .dtypes import compute_dtype
 from .norm import rms_norm
 
 
-def attn_res(
-    h: Tensor, committed: Tensor, pseudo_query: Tensor, gate: Tensor | None, eps: float, gated: bool = True
-) -> Tensor:
+def attn_res(h: Tensor, committed: Tensor, pseudo_query: Tensor, gate: Tensor | None, eps: float, gated: bool = True) -> Tensor:
     """Softmax attention over depth, per token: sources are the committed streams in order, then h itself.
 
     key_n = rms_norm(s_n) without a weight; p = softmax_n <key_n, pseudo_query>; mix = sum_n p_n s_n over the *raw* sources,

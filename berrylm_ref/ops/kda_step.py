@@ -54,9 +54,7 @@ def kda_decode_step(
     Raises:
         ValueError: a shape or dtype that does not fit, a slot outside the pool, or a slot other than 0 that occurs twice.
     """
-    _check(
-        qkv, z, raw_gate, beta_logit, conv_weight, A_log, dt_bias, norm_weight, conv_pool, state_pool, slots, key_heads
-    )
+    _check(qkv, z, raw_gate, beta_logit, conv_weight, A_log, dt_bias, norm_weight, conv_pool, state_pool, slots, key_heads)
     HV, K, V = state_pool.shape[1:]
     out = torch.zeros_like(z)
     live = slots.nonzero().squeeze(-1)
@@ -81,9 +79,7 @@ def kda_decode_step(
     return out
 
 
-def _check(
-    qkv, z, raw_gate, beta_logit, conv_weight, A_log, dt_bias, norm_weight, conv_pool, state_pool, slots, key_heads
-):
+def _check(qkv, z, raw_gate, beta_logit, conv_weight, A_log, dt_bias, norm_weight, conv_pool, state_pool, slots, key_heads):
     def refuse(name: str, expected: str, got) -> None:
         raise ValueError(f"kda_decode_step: {name}: expected {expected}, got {got}")
 

@@ -1,0 +1,119 @@
+"""The engine: one thread owns the model and the caches and calls ``step()``; every step is schedule, forward, publish."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..cache.batch import Batch, Sequence
+from ..cache.prefix import PrefixCache
+from ..model import BerryLM
+from .request import Request
+from .sampler import sample, token_logprobs
+from .scheduler import Part, Running, Scheduler
+
+
+@dataclass
+class Event:
+    """What one step did for one request: the text that became certain; the request itself says whether it has ended."""
+
+    request: Request
+    text: str
+
+
+class Engine:
+    """Continuous batching: each request gets the answer it would get alone."""
+
+    def __init__(self, model: BerryLM, cache: PrefixCache, *, max_running: int, token_budget: int, known: int | None = None):
+        self.model, self.cache, self.known = model, cache, known
+        self.scheduler = Scheduler(cache, max_running=max_running, token_budget=token_budget)
+
+    @property
+    def idle(self) -> bool:
+        return not self.scheduler.waiting and not self.scheduler.running
+
+    def add(self, request: Request) -> None:
+        """Queue a request; ValueError if it can never fit."""
+        self.scheduler.check_fits(request)
+        self.scheduler.waiting.append(request)
+
+    def cancel(self, request: Request) -> None:
+        """Forget a request and free what it holds; one that has ended already is left alone."""
+        for running in self.scheduler.running:
+            if running.request is request:
+                self.scheduler.release(running)
+                return
+        if request in self.scheduler.waiting:
+            self.scheduler.waiting.remove(request)
+
+    @torch.inference_mode()
+    def step(self) -> list[Event]:
+        """One forward for everyone who has something to run."""
+        parts = self.scheduler.schedule()
+        if not parts:
+            return []
+        logits = self._forward(parts)
+        return self._publish(parts, logits)
+
+    def check(self) -> None:
+        """Conservation of pages, slots and snapshots; AssertionError says what does not add up."""
+        self.cache.check([running.lease for running in self.scheduler.running])
+
+    def _forward(self, parts: list[Part]) -> torch.Tensor:
+        sequences = [
+            Sequence(
+                part.running.tokens[part.start : part.end],
+                part.start,
+                part.running.lease.pages,
+                part.running.lease.slot,
+                all_logits=wants_prompt_logprobs(part),
+                boundaries=part.boundaries,
+            )
+            for part in parts
+        ]
+        logits, _ = self.model.run(Batch.build(sequences, self.cache.pool.caches))
+        return logits
+
+    def _publish(self, parts: list[Part], logits: torch.Tensor) -> list[Event]:
+        """Book the forward, sample where a next token is due, hand out text, release who has finished."""
+        last, row = [], 0
+        for part in parts:
+            count = part.end - part.start if wants_prompt_logprobs(part) else 1
+            if count > 1 or wants_prompt_logprobs(part):
+                add_prompt_logprobs(part, logits[row : row + count])
+            row += count
+            last.append(row - 1)
+            self.scheduler.consumed(part)
+        due = [(part.running, at) for part, at in zip(parts, last, strict=True) if part.samples]
+        if not due:
+            return []
+        rows = logits[[at for _, at in due]]
+        tokens = sample(rows, [running.request.row for running, _ in due], self.known)
+        asked = [running.request.params.logprobs for running, _ in due]
+        if any(a is not None for a in asked):
+            for (running, _), found, a in zip(due, token_logprobs(rows, tokens, [a or 0 for a in asked]), asked, strict=True):
+                if a is not None:
+                    running.request.logprobs.append(found)
+        return [self._append(running, token) for (running, _), token in zip(due, tokens.tolist(), strict=True)]
+
+    def _append(self, running: Running, token: int) -> Event:
+        text = running.request.append(token)
+        if running.request.finished:
+            self.scheduler.release(running)
+        return Event(running.request, text)
+
+
+def wants_prompt_logprobs(part: Part) -> bool:
+    request = part.running.request
+    return request.params.prompt_logprobs is not None and part.start < len(request.prompt_ids) and not request.output_ids
+
+
+def add_prompt_logprobs(part: Part, logits: torch.Tensor) -> None:
+    """Row i of the part scores token start + i + 1; after a retraction only what is not there yet is added."""
+    request = part.running.request
+    found = request.prompt_logprobs = request.prompt_logprobs or [None]
+    first = len(found)  # the next prompt token without a score
+    targets = request.prompt_ids[max(first, part.start + 1) : part.end + 1]
+    if targets:
+        rows = logits[max(first, part.start + 1) - part.start - 1 :][: len(targets)]
+        ids = torch.tensor(targets, device=logits.device)
+        found += token_logprobs(rows, ids, [request.params.prompt_logprobs] * len(targets))

@@ -1,0 +1,135 @@
+"""Who runs in the next forward: admission, prefill chunks within a token budget, retraction when pages run out.
+
+    tokens of a running sequence   [0 ...... consumed) [consumed ...... end) [...... len(tokens))
+                                    in the caches       in this forward       later
+
+Decodes come first, then prefill chunks in the order of arrival. A chunk that does not finish its prompt ends on the state
+grid, so that states can be kept there. When pages run out the youngest sequence is retracted: what it computed stays in the tree
+as long as there is room, and it goes back to the head of the queue. The oldest is never retracted for others, so everyone gets
+through.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from ..cache.prefix import Lease, PrefixCache
+from .request import Request
+
+
+@dataclass(eq=False)
+class Running:
+    """A request that holds a lease. ``consumed`` of its ``tokens`` are in the caches."""
+
+    request: Request
+    lease: Lease
+    consumed: int
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.request.tokens
+
+
+@dataclass
+class Part:
+    """A sequence's share of one forward: tokens[start:end], and the (tokens, snapshot) boundaries it must keep."""
+
+    running: Running
+    start: int
+    end: int
+    boundaries: list[tuple[int, int]]
+
+    @property
+    def samples(self) -> bool:
+        """The last known token runs, so its logits choose the next one."""
+        return self.end == len(self.running.tokens)
+
+
+class Scheduler:
+    def __init__(self, cache: PrefixCache, *, max_running: int, token_budget: int):
+        if token_budget < cache.grid:
+            raise ValueError(f"chunked_prefill_size: expected {cache.grid} tokens or more, the state grid, got {token_budget}")
+        self.cache, self.max_running, self.token_budget = cache, max_running, token_budget
+        self.waiting: deque[Request] = deque()
+        self.running: list[Running] = []  # in order of admission
+        self.retractions = 0
+
+    def check_fits(self, request: Request) -> None:
+        """Refuse what could never run, even alone."""
+        sizes = self.cache.pool.sizes
+        total, room = len(request.prompt_ids) + request.max_new, sizes.pages * sizes.page_size
+        if total > room:
+            raise ValueError(
+                f"generate: max_tokens: expected prompt and new tokens to fit the {room} tokens of KV memory, "
+                f"got {len(request.prompt_ids)} + {request.max_new} = {total}"
+            )
+
+    def schedule(self) -> list[Part]:
+        """The parts of the next forward; empty when nothing waits or runs."""
+        parts: list[Part] = []
+        budget = self.token_budget
+        for running in list(self.running):
+            decodes = running.consumed == len(running.tokens) - 1 and running in self.running  # not retracted just now
+            if decodes and budget and self._make_room(running, len(running.tokens)):
+                parts.append(Part(running, running.consumed, len(running.tokens), []))
+                budget -= 1
+        for running in self.running:
+            if running.consumed < len(running.tokens) - 1:
+                budget = self._add_chunk(parts, running, budget)
+        while self.waiting and len(self.running) < self.max_running and budget >= self.cache.grid:
+            running = self._admit(self.waiting[0])
+            if running is None:
+                break
+            self.waiting.popleft()
+            budget = self._add_chunk(parts, running, budget)
+        return parts
+
+    def consumed(self, part: Part) -> None:
+        """The forward has run: book it, keep a state on the grid, file a finished prompt."""
+        running = part.running
+        running.consumed = part.end
+        if part.end - part.start == 1 and part.samples and running.request.output_ids:
+            self.cache.decoded(running.lease, running.consumed)
+        elif part.samples:
+            self.cache.file(running.lease, running.tokens[: running.consumed])
+
+    def release(self, running: Running) -> None:
+        """The sequence stops, finished or cancelled: what it computed goes to the tree, what it held is free."""
+        self.running.remove(running)
+        self.cache.end(running.lease, running.tokens[: running.consumed])
+
+    def _admit(self, request: Request) -> Running | None:
+        tokens = request.tokens
+        scored = request.params.prompt_logprobs is not None and not request.output_ids
+        lease = self.cache.begin(tokens, limit=0 if scored else None)
+        if lease is None:
+            return None
+        if not self.cache.reserve(lease, len(tokens)):
+            self.cache.end(lease, tokens[: lease.depth])
+            return None
+        running = Running(request, lease, lease.depth)
+        if request.cached_tokens is None:  # what a retracted one finds again is its own work
+            request.cached_tokens = lease.depth
+        self.running.append(running)
+        return running
+
+    def _add_chunk(self, parts: list[Part], running: Running, budget: int) -> int:
+        """Append the next prefill chunk of ``running`` if the budget allows one; returns the budget left."""
+        start, total, grid = running.consumed, len(running.tokens), self.cache.grid
+        end = min(total, start + budget)
+        if end < total:
+            end = end // grid * grid
+        if end <= start:
+            return budget
+        parts.append(Part(running, start, end, self.cache.boundaries(running.lease, start, end)))
+        return budget - (end - start)
+
+    def _make_room(self, running: Running, tokens: int) -> bool:
+        """Reserve for ``running``, retracting younger sequences, itself at last; False if it was retracted."""
+        while not self.cache.reserve(running.lease, tokens):
+            youngest = self.running[-1]
+            self.retractions += 1
+            self.release(youngest)
+            self.waiting.appendleft(youngest.request)
+            if youngest is running:
+                return False
+        return True
