@@ -1,7 +1,5 @@
 """The modules of a layer, with the checkpoint's names. They hold parameters; what runs are the backend's ops."""
 
-import math
-
 import torch
 from torch import Tensor, nn
 
@@ -47,8 +45,7 @@ class KimiDeltaAttention(nn.Module):
         self.f_down_proj = nn.Linear(c.hidden_size, c.kda_gate_bottleneck, bias=False)
         self.f_up_proj = nn.Linear(c.kda_gate_bottleneck, heads * keys, bias=False)
         self.conv1d = nn.Conv1d(c.conv_dim, c.conv_dim, c.linear_conv_kernel_dim, groups=c.conv_dim, bias=False)
-        rates = [72 * (h + 1) / heads for h in range(heads)] if heads > 1 else [1.0]
-        self.A_log = nn.Parameter(torch.tensor([math.log(rate) for rate in rates]))  # tensor ops would cost a load 1 s on "meta"
+        self.A_log = nn.Parameter(torch.linspace(0, 72, heads + 1)[1:].log() if heads > 1 else torch.zeros(1))
         self.dt_bias = nn.Parameter(torch.empty(heads * keys).uniform_(-7, -2.6))
         self.norm = Norm(values, centre=1.0)
         self.out_proj = nn.Linear(heads * values, c.hidden_size, bias=False)
