@@ -161,7 +161,7 @@ class ToolCallParser:
         if tag == PARAMETER_HEAD:
             end, key = named(tag + rest, 0, PARAMETER_HEAD)
             if end == MORE:
-                self._text = "" if final else tag + rest
+                self._text = tag + rest
                 return False
             if end >= 0:
                 self._text = rest[end - len(tag) :]
@@ -209,7 +209,6 @@ class ToolCallParser:
             self._text = self._text[end:]
             self._open_call(name)
         elif MORE in (close, end):
-            self._text = "" if final else self._text
             return False
         else:
             self._step = self._content
