@@ -1,7 +1,7 @@
 """The planted faults: one small edit of the package each, and the notebook whose check cell must then fail.
 
-Every notebook ends in a check; a check that can't fail says nothing. A row plants one classic mistake of that stage, and
-the notebook, run against the edited copy of the package, has to stop with an AssertionError in a cell tagged "check".
+Every notebook has a check; one that can't fail says nothing. A row plants one classic mistake of that stage, and the
+notebook, run against the edited copy of the package, has to stop with an AssertionError in a cell tagged "check".
 
 Adding a row: a `Fault` at the end of its notebook's part of the table.
 
@@ -36,11 +36,41 @@ class Fault:
         """The file's text with the fault in it. Raises ValueError unless ``old`` occurs exactly once."""
         count = source.count(self.old)
         if count != 1:
-            raise ValueError(f"Fault '{self}': old: expected exactly once in {self.file}, got {count} times: {self.old!r}")
+            raise ValueError(f"Fault '{self}': old: expected once in {self.file}, got {count} times: {self.old!r}")
         return source.replace(self.old, self.new)
 
 
 FAULTS: list[Fault] = [
+    # 00 map
+    Fault(
+        "00_map",
+        "berrylm_ref/config.py",
+        "FULL if (i + 1) % every == 0",
+        "FULL if i % every == 0",
+        "full attention one layer early",
+    ),
+    Fault(
+        "00_map",
+        "berrylm_ref/layers.py",
+        "self.k_proj = nn.Linear(c.hidden_size, kv_heads * width",
+        "self.k_proj = nn.Linear(c.hidden_size, heads * width",
+        "a key head for every query head",
+    ),
+    Fault(
+        "00_map",
+        "berrylm_ref/model.py",
+        "(i + 1) % c.attn_res_block_size == 0",
+        "i and i % c.attn_res_block_size == 0",
+        "commit one layer late",
+        ci=True,
+    ),
+    Fault(
+        "00_map",
+        "berrylm_ref/model.py",
+        "committed[0] = h",
+        "committed[0] = 0",
+        "embeddings are not block 0",
+    ),
     # 01 recurrence
     Fault(
         "01_recurrence",
@@ -84,5 +114,42 @@ FAULTS: list[Fault] = [
         "L2_EPS = 1e-6",
         "L2_EPS = 1e-5",
         "epsilon of the l2norm",
+    ),
+    # 02 chunkwise
+    Fault(
+        "02_chunkwise",
+        "berrylm_ref/ops/kda_chunk.py",
+        "pad(g[..., 1:, :], (0, 0, 0, 1))",
+        "g",
+        "a key fades by its own gate towards the chunk's end",
+        ci=True,
+    ),
+    Fault(
+        "02_chunkwise",
+        "berrylm_ref/ops/kda_chunk.py",
+        "-(second @ X @ first)",
+        "-(first @ X @ second)",
+        "block inverse in the wrong order",
+    ),
+    Fault(
+        "02_chunkwise",
+        "berrylm_ref/ops/kda_chunk.py",
+        "since = pad(g2[..., 1:, :], (0, 0, 1, 0)).cumsum(-2).exp()",
+        "G2 = g.cumsum(-2).unflatten(-2, (-1, 2, s)).select(-3, 1); since = (G2 - G2[..., :1, :]).exp()",
+        "exponents as differences of one long sum",
+    ),
+    Fault(
+        "02_chunkwise",
+        "berrylm_ref/ops/kda_chunk.py",
+        "rows = torch.full((begins[-1] * CHUNK,), P, dtype=torch.long)",
+        "rows = torch.full((begins[-1] * CHUNK,), P - 1, dtype=torch.long)",
+        "tail rows repeat the last token",
+    ),
+    Fault(
+        "02_chunkwise",
+        "berrylm_ref/ops/kda_chunk.py",
+        "kept[place] = S[at]",
+        "kept[place] = x.state[n]",
+        "a boundary hands out the initial state",
     ),
 ]

@@ -64,7 +64,8 @@ def run(notebook: nbformat.NotebookNode, folder: Path) -> Stop | None:
     try:
         client.execute()
     except CellExecutionError as error:
-        stopped = next(cell for cell in notebook.cells if any(o.output_type == "error" for o in cell.get("outputs", [])))
+        outputs = [(cell, output) for cell in notebook.cells for output in cell.get("outputs", [])]
+        stopped = next(cell for cell, output in outputs if output.output_type == "error")
         return Stop(tuple(stopped.metadata.get("tags", ())), error.ename, error.evalue)
     return None
 

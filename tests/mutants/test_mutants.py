@@ -16,7 +16,7 @@ def assert_caught(fault, folder):
     stop = run(read(fault.notebook), folder)
     assert stop is not None, f"{fault}: the notebook ran to its end and noticed nothing"
     assert "check" in stop.tags, f"{fault}: stopped outside the check cells: {stop.error}: {stop.text}"
-    assert stop.error == "AssertionError", f"{fault}: the check cell crashed instead of judging: {stop.error}: {stop.text}"
+    assert stop.error == "AssertionError", f"{fault}: the check cell crashed, not judged: {stop.error}: {stop.text}"
 
 
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.ci], ids=str)
@@ -51,7 +51,8 @@ def test_a_row_still_fits_the_source(fault):
 def test_every_notebook_has_a_fault_and_a_check_that_can_fail():
     """A notebook without a row, or with a check cell that asserts nothing, is one that nobody has seen fail."""
     present = {path.stem for path in NOTEBOOKS.glob("*.ipynb")}
-    assert present == set(NAMES), f"without a row: {sorted(present - set(NAMES))}, no such notebook: {set(NAMES) - present}"
+    assert present <= set(NAMES), f"without a row: {sorted(present - set(NAMES))}"
+    assert present >= set(NAMES), f"a row, but no notebook: {sorted(set(NAMES) - present)}"
     for name in NAMES:
         checks = [cell for cell in read(name).cells if "check" in cell.metadata.get("tags", ())]
         assert checks, f"{name}: no cell is tagged 'check'"
@@ -66,7 +67,7 @@ def test_ids_are_unique():
 def test_an_edit_that_does_not_fit_is_refused():
     """Text that is absent, text that occurs twice, and a file of no package are named, not planted."""
     twice = Fault("nb", "berrylm_ref/ops/kda.py", "a", "b", "story")
-    with pytest.raises(ValueError, match="exactly once in berrylm_ref/ops/kda.py, got 2 times"):
+    with pytest.raises(ValueError, match="once in berrylm_ref/ops/kda.py, got 2 times"):
         twice.edit("a + a")
     with pytest.raises(ValueError, match="got 0 times"):
         twice.edit("c")
