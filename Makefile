@@ -33,7 +33,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check
 
 mutants: $(STAMP)
-	$(PYTEST) -m mutants tests
+	$(BIN)/python -m pytest -n $(JOBS) --dist load -m mutants tests
 
 # Importing the font manager builds matplotlib's font cache now: a notebook that had to build it would print a message.
 $(STAMP): pyproject.toml

@@ -14,10 +14,10 @@ REPO = Path(__file__).parents[1]
 
 # Lowest first. A file imports from the groups before its own and, inside its group, from the names left of it.
 GROUPS = (
-    ("config", "ops"),
+    ("config", "ops", "tokenizer"),
     ("shadow", "backend", "weights"),
     ("cache",),
-    ("model",),
+    ("layers", "model"),
     ("engine",),
     ("chat", "server"),
     ("parity", "training"),
