@@ -90,16 +90,9 @@ class LLM:
         if len(params) != len(prompts):
             raise ValueError(f"generate: params: expected one, or one for each of {len(prompts)} prompts, got {len(params)}")
         requests = [r for prompt, p in zip(prompts, params, strict=True) for r in self.requests(prompt, p)]
-        if self.engine is None:
-            for request in requests:
-                for _ in run_alone(self.model, request, self._known):
-                    pass
-        else:
-            for request in requests:
-                self.engine.scheduler.check_fits(request)
-            for request in requests:
-                self.engine.add(request)
-            self._run_to_end(requests)
+        for request in requests:
+            self.check_fits(request)
+        self.run(requests)
         return [request.output() for request in requests]
 
     def requests(self, prompt: str | list[int], params: SamplingParams) -> list[Request]:
@@ -133,7 +126,20 @@ class LLM:
         finally:
             self.engine.cancel(request)
 
-    def _run_to_end(self, requests: list[Request]) -> None:
+    def check_fits(self, request: Request) -> None:
+        """ValueError if ``request`` could never run, even alone."""
+        if self.engine is not None:
+            self.engine.scheduler.check_fits(request)
+
+    def run(self, requests: list[Request]) -> None:
+        """Run checked requests to their ends, together."""
+        if self.engine is None:
+            for request in requests:
+                for _ in run_alone(self.model, request, self._known):
+                    pass
+            return
+        for request in requests:
+            self.engine.add(request)
         try:
             while not all(request.finished for request in requests):
                 self.engine.step()

@@ -10,12 +10,15 @@ from .dtypes import compute_dtype
 def route(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
     """Softmax over the experts, the top_k of it, renormalised over these when asked: all in fp32 (fp64 for fp64).
 
-    Rounding before the top-k would turn near-equal experts into ties and choose another set. logits [P, E]. Returns
-    weights [P, top_k] in that precision and expert ids [P, top_k] int64, most probable first.
+    Rounding before the top-k would turn near-equal experts into ties and choose another set. Of equal logits the lowest id
+    comes first; torch.topk would leave that open. logits [P, E]. Returns weights [P, top_k] in that precision and expert ids
+    [P, top_k] int64, most probable first.
     """
     if not 1 <= top_k <= logits.shape[-1]:
         raise ValueError(f"route: top_k: expected 1 .. {logits.shape[-1]}, got {top_k}")
-    weights, experts = logits.to(compute_dtype(logits)).softmax(-1).topk(top_k, -1)
+    logits = logits.to(compute_dtype(logits))
+    experts = torch.sort(logits, dim=-1, descending=True, stable=True).indices[..., :top_k]
+    weights = logits.softmax(-1).gather(-1, experts)
     return weights / weights.sum(-1, keepdim=True) if normalise else weights, experts
 
 

@@ -4,10 +4,9 @@ import asyncio
 import time
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from starlette.exceptions import HTTPException
 
 from ..engine.llm import LLM
 from ..engine.request import ContextLengthError
@@ -27,7 +26,8 @@ def create_app(llm: LLM, model_name: str) -> FastAPI:
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
         return JSONResponse(validation_error(error).body, 400)
 
-    @app.exception_handler(HTTPException)
+    @app.exception_handler(404)
+    @app.exception_handler(405)
     async def http_error(_: Request, error: HTTPException) -> JSONResponse:
         return JSONResponse(ApiError(error.status_code, str(error.detail)).body, error.status_code)
 
@@ -52,13 +52,14 @@ def create_app(llm: LLM, model_name: str) -> FastAPI:
         try:
             params = body.sampling_params()
             requests = [r for prompt in body.prompts() for r in llm.requests(prompt, params)]
+            for request in requests:
+                llm.check_fits(request)
         except ContextLengthError as error:
             raise ApiError(400, str(error), "prompt", "context_length_exceeded") from error
         except ValueError as error:
             raise ApiError(400, str(error), named_field(str(error))) from error
         async with turn:
-            for request in requests:
-                await asyncio.to_thread(lambda r=request: [None for _ in llm.stream(r)])
+            await asyncio.to_thread(llm.run, requests)
         return completion_response([r.output() for r in requests], model_name, llm)
 
     return app

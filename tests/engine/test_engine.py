@@ -1,0 +1,194 @@
+"""Continuous batching against its twin: each request gets the answer it would get alone."""
+
+import random
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+from models import VOCAB, checkpoint, small_llm
+
+from berrylm_ref import LLM, SamplingParams
+from berrylm_ref.engine.request import ContextLengthError
+
+TRUNK = [random.Random(4).randrange(VOCAB) for _ in range(220)]
+
+
+@pytest.fixture(scope="module")
+def twin():
+    return small_llm(sequential=True)
+
+
+def run(llm, prompts, params):
+    outs = llm.generate(prompts, params)
+    llm.engine.check()
+    assert llm.engine.idle and llm.engine.cache.pool.slots.free_count == llm.engine.cache.pool.slots.capacity
+    return outs
+
+
+jobs = st.lists(
+    st.tuples(st.integers(0, 200), st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=60), st.integers(1, 16)),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(max_examples=40)
+@given(jobs=jobs, pages=st.integers(18, 40), budget=st.sampled_from([64, 130, 2048]), running=st.integers(1, 4))
+def test_random_batches_equal_the_sequential_twin(jobs, pages, budget, running, twin):
+    """Random lengths, shared prefixes, pools small enough to retract; greedy and sampled, fp64."""
+    llm = small_llm(max_total_tokens=pages * 16, chunked_prefill_size=budget, max_running_requests=running)
+    prompts = [TRUNK[:shared] + tail for shared, tail, _ in jobs]
+    params = [
+        SamplingParams(temperature=i % 2, seed=i, max_tokens=count, ignore_eos=True) for i, (_, _, count) in enumerate(jobs)
+    ]
+    got, want = run(llm, prompts, params), twin.generate(prompts, params)
+    assert [o.token_ids for o in got] == [o.token_ids for o in want]
+
+
+def test_a_preempted_request_starts_over_with_the_same_answer(twin):
+    """CACHE-3: room for one and a half; two 200-token prompts, 100 new tokens; the state must not survive the retraction."""
+    llm = small_llm(max_total_tokens=464, prefix_cache="off", max_running_requests=2)
+    prompts = [TRUNK[:200], TRUNK[20:220]]
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+    got, want = run(llm, prompts, params), twin.generate(prompts, params)
+    assert llm.engine.scheduler.retractions > 0
+    for a, b in zip(got, want, strict=True):
+        assert a.token_ids == b.token_ids and len(a.token_ids) == len(a.logprobs) == 100
+        assert len(a.prompt_logprobs) == 200, "scored once, not once a try"
+        for x, y in zip(a.prompt_logprobs[1:] + a.logprobs, b.prompt_logprobs[1:] + b.logprobs, strict=True):
+            assert x.token == y.token and abs(x.logprob - y.logprob) < 1e-9
+
+
+def test_seeds_give_the_same_sample_alone_in_a_batch_after_a_retraction_and_on_a_hit(twin):
+    """ENG-2: the same on each run and under load; choices differ; usage and reasons are each choice's own."""
+    params = SamplingParams(temperature=1.0, seed=7, n=3, max_tokens=16, ignore_eos=True)
+    want = [o.token_ids for o in twin.generate([TRUNK[:100]], params)]
+    assert len({tuple(t) for t in want}) > 1
+    llm = small_llm(max_total_tokens=800, max_running_requests=4)
+    noise = [SamplingParams(temperature=1.0, max_tokens=30)] * 3
+    for _ in range(2):
+        outs = run(llm, [TRUNK[50:150], TRUNK[:100], TRUNK[:64] + [3]], [noise[0], params, noise[1]])
+        assert [o.token_ids for o in outs[1:4]] == want and [o.index for o in outs[1:4]] == [0, 1, 2]
+    assert outs[1].cached_tokens == 64
+
+
+def test_one_choice_may_end_early(twin):
+    """ENG-2: when the first choice ends, the others go on."""
+    params = SamplingParams(temperature=1.0, seed=7, n=3, max_tokens=16, ignore_eos=True)
+    first = twin.generate([TRUNK[:100]], params)
+    stop = first[1].token_ids[2]
+    params = SamplingParams(temperature=1.0, seed=7, n=3, max_tokens=16, stop_token_ids=[stop])
+    for llm in (twin, small_llm()):
+        outs = llm.generate([TRUNK[:100]], params)
+        assert outs[1].finish_reason == "stop" and outs[1].token_ids == first[1].token_ids[:3]
+        assert any(o.finish_reason == "length" and len(o.token_ids) == 16 for o in outs)
+
+
+def test_cancelling_at_any_moment_frees_everything():
+    """ENG-1: generation ran on to the token limit for a client that was gone."""
+    llm = small_llm(max_running_requests=4, chunked_prefill_size=64)
+    engine = llm.engine
+    for steps in range(6):
+        requests = [llm.requests(TRUNK[i : i + 150], SamplingParams(max_tokens=3000))[0] for i in range(5)]
+        for request in requests:
+            engine.add(request)
+        for _ in range(steps):
+            engine.step()
+        for request in requests:
+            engine.cancel(request)
+            engine.cancel(request)  # twice is harmless
+            engine.check()
+        assert engine.idle and engine.cache.pool.slots.free_count == 4
+    assert len(run(llm, [TRUNK[:10]], SamplingParams(max_tokens=2))[0].token_ids) == 2
+
+
+def test_a_closed_stream_cancels_its_request():
+    llm = small_llm()
+    stream = llm.stream(llm.requests(TRUNK[:70], SamplingParams(max_tokens=100, ignore_eos=True))[0])
+    next(stream)
+    stream.close()
+    assert llm.engine.idle
+    llm.engine.check()
+
+
+def test_nobody_starves_behind_small_requests():
+    """A long prompt keeps its turn while short ones keep coming: first come, first served."""
+    llm = small_llm(max_total_tokens=320, max_running_requests=4, chunked_prefill_size=64)
+    engine = llm.engine
+    long = llm.requests(TRUNK, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))[0]
+    short = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    for i in range(3):
+        engine.add(llm.requests(TRUNK[i : i + 40], short)[0])
+    engine.add(long)
+    for i in range(200):
+        engine.add(llm.requests([i % VOCAB, 1, 2], short)[0])
+        engine.step()
+        if long.finished:
+            break
+    assert long.finished and i < 120
+
+
+def test_what_can_never_fit_is_refused_at_once_with_the_numbers():
+    llm = small_llm(max_total_tokens=64)
+    with pytest.raises(ValueError, match=r"fit the 64 tokens of KV memory, got 60 \+ 5 = 65"):
+        llm.generate([[1, 2], TRUNK[:60]], SamplingParams(max_tokens=5))
+    assert llm.engine.idle, "nothing of the call was queued"
+
+
+def test_the_end_of_the_context():
+    """API-1: context - 1 tokens yield one token and "length"; context and more are refused."""
+    llm = small_llm(dtype="float32", max_total_tokens=20_000)
+    context = llm.config.max_position_embeddings
+    out = llm.generate([[1] * (context - 1)], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))[0]
+    assert len(out.token_ids) == 1 and out.finish_reason == "length"
+    for length in (context, context + 1):
+        with pytest.raises(ContextLengthError, match=f"expected at most {context - 1} tokens"):
+            llm.generate([[1] * length])
+
+
+def test_end_tokens_are_the_union_of_both_files(tmp_path, twin):
+    """CKPT-3: one file's end token once replaced the other's."""
+    import json
+    import shutil
+
+    folder = shutil.copytree(checkpoint(), tmp_path / "model")
+    made = twin.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))[0].token_ids
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": [made[4]]}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": made[2]}))
+    llm = LLM(folder, dtype="float64")
+    assert llm.end_ids == {made[2], made[4]}
+    out = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=6))[0]
+    assert out.finish_reason == "stop" and out.token_ids == made[: made.index(made[2]) + 1]
+    assert len(llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))[0].token_ids) == 6
+
+
+def test_text_in_text_out_and_stop_strings_over_token_boundaries():
+    """API-4, one byte a token: the stop spans tokens and is cut from the text."""
+    llm = small_llm(with_tokenizer=True)
+    whole = llm.generate("hello", SamplingParams(temperature=1.0, seed=3, max_tokens=40))[0]
+    assert max(whole.token_ids) < llm.tokenizer.size and whole.text == llm.tokenizer.decode(whole.token_ids)
+    stop = whole.text[10:13]
+    out = llm.generate("hello", SamplingParams(temperature=1.0, seed=3, max_tokens=40, stop=stop))[0]
+    assert out.finish_reason == "stop" and out.text == whole.text[: whole.text.index(stop)]
+    pieces = list(llm.stream(llm.requests("hello", SamplingParams(temperature=1.0, seed=3, max_tokens=40))[0]))
+    assert "".join(pieces) == whole.text and len(pieces) == 40
+
+
+@pytest.mark.parametrize(
+    "prompts,message",
+    [
+        ([[]], "expected at least one token in each prompt"),
+        ([[97]], r"expected token ids in 0 .. 96, got 97"),
+        ([[True]], "got True"),
+        (["text"], "the model folder has no tokenizer.json, got text"),
+        ([5], "expected text or a list of token ids, got int"),
+    ],
+)
+def test_bad_prompts_are_refused_before_anything_runs(prompts, message):
+    llm = small_llm()
+    with pytest.raises(ValueError, match=f"generate: prompts: .*{message}"):
+        llm.generate([[1, 2], *prompts])
+    with pytest.raises(ValueError, match="stop: expected only with a tokenizer"):
+        llm.generate([[1]], SamplingParams(stop="x"))
+    assert llm.engine.idle
