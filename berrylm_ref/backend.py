@@ -53,23 +53,62 @@ TORCH = Backend(
 )
 
 
-REGISTRY: dict[str, Callable[[], Backend]] = {"torch": lambda: TORCH}
+def _torch_backend(device: torch.device, dtype: torch.dtype) -> Backend:
+    return TORCH
 
 
-def register_backend(name: str, make: Callable[[], Backend]) -> None:
-    """Make ``backend=name`` available; ``make`` is called when it is asked for. What it declares is what callers go by."""
+def _triton_backend(device: torch.device, dtype: torch.dtype) -> Backend:
+    """Every op from ``berrylm_kernels``; it needs a CUDA device, or Triton's interpreter and fp32 on a CPU."""
+    try:
+        from berrylm_kernels import arguments, attention, attnres, conv, kda, moe, norm
+    except ImportError as error:
+        raise ValueError(f"backend 'triton': expected triton to be importable (pip install triton), got: {error}") from error
+    if arguments.INTERPRETED:
+        if dtype != torch.float32:
+            raise ValueError(f"backend 'triton': expected float32 under TRITON_INTERPRET=1, got {dtype}")
+    elif device.type != "cuda":
+        raise ValueError(
+            "backend 'triton': expected a CUDA device, or TRITON_INTERPRET=1 set before triton is imported to run the "
+            f"kernels on a CPU, got device {device}"
+        )
+    elif dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"backend 'triton': expected float32 or bfloat16, got {dtype}; float64 runs on backend 'torch'")
+    return Backend(
+        name="triton",
+        rms_norm=norm.rms_norm,
+        add_rms_norm=norm.add_rms_norm,
+        gated_rms_norm=norm.gated_rms_norm,
+        attn_res_norm=attnres.attn_res_norm,
+        qk_norm_rope=attention.qk_norm_rope,
+        paged_attention=attention.paged_attention,
+        causal_conv=conv.causal_conv,
+        chunk_kda=kda.chunk_kda,
+        kda_decode_step=kda.kda_decode_step,
+        moe=moe.moe,
+    )
+
+
+REGISTRY: dict[str, Callable[[torch.device, torch.dtype], Backend]] = {"torch": _torch_backend, "triton": _triton_backend}
+
+
+def register_backend(name: str, make: Callable[[torch.device, torch.dtype], Backend]) -> None:
+    """Make ``backend=name`` available; ``make(device, dtype)`` is called when it is asked for and may refuse with a ValueError.
+
+    What the backend declares is what callers go by.
+    """
     if name in REGISTRY or name == "auto":
         raise ValueError(f"register_backend: name: expected a new one, got {name!r}")
     REGISTRY[name] = make
 
 
 def get_backend(name: str | Backend, device: torch.device | str, dtype: torch.dtype) -> Backend:
-    """The backend called ``name``; "auto" chooses and logs what it chose. A ``Backend`` passes through."""
+    """The backend called ``name``; a ``Backend`` passes through. "auto" is triton on a CUDA device, else torch, and logged."""
     if isinstance(name, Backend):
         return name
+    device = torch.device(device)
     if name == "auto":
-        name = "torch"
-        log.info("backend auto: %s on %s", name, torch.device(device))
+        name = "triton" if device.type == "cuda" and dtype in (torch.float32, torch.bfloat16) else "torch"
+        log.info("backend auto: %s on %s", name, device)
     if name not in REGISTRY:
         raise ValueError(f"get_backend: name: expected 'auto' or one of {sorted(REGISTRY)}, got {name!r}")
-    return REGISTRY[name]()
+    return REGISTRY[name](device, dtype)

