@@ -36,8 +36,9 @@ def test_the_whole_model_on_kernels_in_the_interpreter():
 
 
 def test_auto_is_logged_once_and_is_torch_on_a_cpu(caplog):
+    folder = checkpoint()
     with caplog.at_level(logging.INFO, logger="berrylm_ref"):
-        model = BerryLM.from_pretrained(checkpoint())
+        model = BerryLM.from_pretrained(folder)
     assert model.backend is TORCH and caplog.text.count("backend auto: torch on cpu") == 1
 
 
