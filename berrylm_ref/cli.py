@@ -28,13 +28,18 @@ def generate(
     max_tokens: Annotated[int, typer.Option(help="most new tokens")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="fixes the draws")] = None,
+    shadow: Annotated[Path | None, typer.Option(help="CSV: compare every op with its torch twin on the same tensors")] = None,
     dtype: Dtype = "float32",
     device: Device = "cpu",
     backend: BackendName = "auto",
 ) -> None:
     """Continue one prompt; prints text, or token ids when the folder has no tokenizer."""
+    from contextlib import nullcontext
+
+    from .backend import TORCH
     from .engine.llm import LLM
     from .engine.params import SamplingParams
+    from .shadow import Shadow
 
     if (prompt is None) == (ids is None):
         raise typer.BadParameter("expected exactly one of --prompt and --ids")
@@ -43,9 +48,34 @@ def generate(
         llm = LLM(model, dtype=dtype, device=device, backend=backend)
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
         request = llm.requests(prompt if tokens is None else tokens, params)[0]
-        for text in llm.stream(request):
-            print(text, end="", flush=True)
+        with nullcontext() if shadow is None else Shadow(llm.model, shadow, TORCH):
+            for text in llm.stream(request):
+                print(text, end="", flush=True)
         print("" if llm.tokenizer else " ".join(map(str, request.output_ids)))
+
+
+@app.command()
+def shadow_report(
+    file: Annotated[Path, typer.Argument(help="CSV written by generate --shadow")],
+    budget: Annotated[float | None, typer.Option(help="largest rel-L2 allowed; default: by dtype")] = None,
+) -> None:
+    """Summarise a shadow run: error of each op, and the first layer that leaves its budget (then the exit status is 1)."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from .shadow import report
+
+    with clear_errors():
+        summary, first = report(file, budget)
+        table = Table("op", "calls", "min", "median", "p99", "max", title="rel-L2 of each op against its torch twin")
+        for row in summary:
+            table.add_row(row["op"], str(row["calls"]), *(f"{row[k]:.1e}" for k in ("min", "median", "p99", "max")))
+        Console().print(table)
+        if first is None:
+            print("every call is within its budget")
+        else:
+            print(f"first out of budget: layer {first['layer']}, {first['op']}, rel-L2 {first['rel_l2']:.1e}, {first['shape']}")
+            raise typer.Exit(1)
 
 
 @app.command()
