@@ -152,4 +152,34 @@ FAULTS: list[Fault] = [
         "kept[place] = x.state[n]",
         "a boundary hands out the initial state",
     ),
+    # 03 clamp failure
+    Fault(
+        "03_clamp_failure",
+        "berrylm_ref/ops/kda_chunk.py",
+        "SUB_BLOCK = 16",
+        "SUB_BLOCK = 1",
+        "the exhibit no longer fails",
+    ),
+    Fault(
+        "03_clamp_failure",
+        "berrylm_ref/ops/kda_chunk.py",
+        "    T = L.new_ones(*L.shape[:-1], 1, 1)  # [..., C, 1, 1]\n",
+        "    eye, P = torch.eye(C).to(L), L @ L\n    T = eye - L\n"
+        "    for _ in range(5):\n        T, P = T @ (eye + P), P @ P\n    return T\n",
+        "Neumann doubling for the inverse",
+    ),
+    Fault(
+        "03_clamp_failure",
+        "berrylm_ref/model.py",
+        "layer.intra = choice",
+        "layer.intra = choices[0]",
+        "a list of choices, and the first for every layer",
+    ),
+    Fault(
+        "03_clamp_failure",
+        "kernels/berrylm_kernels/kda_scores.py",
+        "LIMIT = tl.constexpr(126.0)",
+        "LIMIT = tl.constexpr(1000.0)",
+        "the exhibit in Triton without its clamp",
+    ),
 ]
