@@ -10,6 +10,11 @@ from .config import LINEAR, BerryLMConfig
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
+def random_weight(*shape: int) -> Tensor:
+    """N(0, 0.02^2), the initial value of embeddings and experts."""
+    return torch.empty(shape).normal_(std=0.02)
+
+
 class Norm(nn.Module):
     """Holder of a norm's weight; the gated norm's is centred at one, the others at zero."""
 
@@ -130,8 +135,8 @@ class Experts(nn.Module):
     def __init__(self, config: BerryLMConfig):
         super().__init__()
         E, D, width = config.num_experts, config.hidden_size, config.moe_intermediate_size
-        self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * width, D).normal_(std=0.02))
-        self.down_proj = nn.Parameter(torch.empty(E, D, width).normal_(std=0.02))
+        self.gate_up_proj = nn.Parameter(random_weight(E, 2 * width, D))
+        self.down_proj = nn.Parameter(random_weight(E, D, width))
 
 
 class SharedExpert(nn.Module):

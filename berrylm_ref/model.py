@@ -11,7 +11,7 @@ from . import weights
 from .backend import Backend, get_backend
 from .cache.batch import Batch
 from .config import BerryLMConfig
-from .layers import Layer, Norm
+from .layers import Layer, Norm, random_weight
 from .ops.kda import INTRA
 from .ops.rope import rope_angles
 
@@ -31,7 +31,8 @@ class Decoder(nn.Module):
 
     def __init__(self, config: BerryLMConfig):
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        shape = (config.vocab_size, config.hidden_size)
+        self.embed_tokens = nn.Embedding(*shape, _weight=random_weight(*shape))
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
         self.norm = Norm(config.hidden_size)
 

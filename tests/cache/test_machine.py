@@ -6,6 +6,7 @@ in fp32 a router near-tie flips now and then and looks like a bug.
 """
 
 import functools
+import os
 
 import hypothesis.strategies as st
 import torch
@@ -176,9 +177,17 @@ class OffMachine(CacheMachine):
     strategy, page_size = "off", 16
 
 
+# By hand, much longer: MACHINE_EXAMPLES=20000 pytest tests/cache/test_machine.py -k ExtraBuffer --hypothesis-seed=1
+LONG = int(os.environ.get("MACHINE_EXAMPLES", "0"))
+
+
+def examples(count):
+    return settings(max_examples=LONG or count, stateful_step_count=12, derandomize=not LONG)
+
+
 TestExtraBuffer = CacheMachine.TestCase
-TestExtraBuffer.settings = settings(max_examples=350, stateful_step_count=12)
+TestExtraBuffer.settings = examples(350)
 TestNoBuffer = NoBufferMachine.TestCase
-TestNoBuffer.settings = settings(max_examples=120, stateful_step_count=12)
+TestNoBuffer.settings = examples(120)
 TestOff = OffMachine.TestCase
-TestOff.settings = settings(max_examples=40, stateful_step_count=12)
+TestOff.settings = examples(40)
