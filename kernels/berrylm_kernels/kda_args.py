@@ -1,0 +1,243 @@
+"""What a KDA launch needs to know: the arguments checked, flattened and counted. No kernel runs here.
+
+Symbols: B batch, T tokens, N sequences, P packed tokens, H key heads, HV value heads, K and V head sizes, M boundaries.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+
+CHUNK = 64  # tokens a chunk; the front kernel's ladder has log2(CHUNK) levels
+INTRA = ("dyadic", "difference", "clamped", "sglang")
+MIN_WIDTH, MAX_WIDTH = 16, 256  # of K and V
+SGLANG_TILES = 256  # its heuristic: chunks * value heads up to which it takes the fused, clamped form
+
+
+@triton.jit
+def _probe():
+    pass
+
+
+INTERPRETED = not isinstance(_probe, triton.JITFunction)  # TRITON_INTERPRET=1 when triton was imported
+
+
+@dataclass(slots=True)
+class KDACall:
+    """One checked call. q, k, v, g, beta may have any token stride; inside a token they are contiguous."""
+
+    q: Tensor  # [P, H, K]
+    k: Tensor  # [P, H, K]
+    v: Tensor  # [P, HV, V]
+    g: Tensor  # [P, HV, K], natural log, or the raw gate
+    beta: Tensor  # [P, HV], or its logit
+    scale: float
+    l2norm: bool
+    raw_gate: bool
+    beta_logit: bool
+    A_log: Tensor | None  # [HV]
+    dt_bias: Tensor | None  # [HV * K]
+    lower_bound: float | None
+    initial_state: Tensor | None  # [N, HV, K, V] contiguous
+    cu_seqlens: Tensor | None  # [N + 1] on q's device; None: sequences of T tokens each
+    N: int
+    T: int  # tokens of a sequence without cu_seqlens, else P
+    chunks: int  # of all sequences; an upper bound where cu_seqlens was not read
+    intra: str  # never "sglang"
+    boundaries: Tensor | None  # [M, 2] int32 (sequence, tokens), ascending
+    places: Tensor | None  # [M]: which row of the table answers the m-th pair asked for; None: the m-th
+
+    @property
+    def heads(self) -> tuple[int, int, int, int]:
+        return self.q.shape[1], self.v.shape[1], self.q.shape[2], self.v.shape[2]
+
+
+def check_call(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    intra: str = "dyadic",
+    state_boundaries: list[tuple[int, int]] | Tensor | None = None,
+) -> KDACall:
+    """Validate and flatten. Every error is a ValueError that names op, argument, expected, got."""
+    if intra not in INTRA:
+        raise ValueError(f"{op}: intra: expected one of {INTRA}, got {intra!r}")
+    _check_tensors(op, q, k, v, g, beta)
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    if use_gate_in_kernel:
+        _check_shape(op, "A_log", A_log, (HV,))
+        _check_shape(op, "dt_bias", dt_bias, (HV * K,))
+        A_log, dt_bias = A_log.contiguous(), dt_bias.contiguous()
+    elif A_log is not None or dt_bias is not None or lower_bound is not None:
+        raise ValueError(f"{op}: A_log, dt_bias, lower_bound: expected only with use_gate_in_kernel=True, got them without")
+    lengths = [T] * B
+    if cu_seqlens is not None:
+        lengths = _check_offsets(op, cu_seqlens, B, T)
+        B = cu_seqlens.numel() - 1  # sequences from here on
+    if initial_state is not None:
+        _check_shape(op, "initial_state", initial_state, (B, HV, K, V))
+        initial_state = initial_state.contiguous()
+    for name, x in (("A_log", A_log), ("dt_bias", dt_bias), ("initial_state", initial_state)):
+        if x is not None:
+            _check_place(op, name, x, q.device)
+    if torch.is_grad_enabled():
+        for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta), ("A_log", A_log), ("dt_bias", dt_bias),
+                        ("initial_state", initial_state)):  # fmt: skip
+            if x is not None and x.requires_grad:
+                raise ValueError(f"{op}: {name}: expected no gradient (this kernel has no backward), got requires_grad=True")
+    if intra == "sglang":
+        known = lengths if lengths is not None else _read_lengths(cu_seqlens)
+        intra = "clamped" if _count_chunks(known) * HV <= SGLANG_TILES else "difference"
+    boundaries, places = _boundary_table(op, state_boundaries, B, lengths, q.device)
+    return KDACall(
+        _by_token(q), _by_token(k), _by_token(v), _by_token(g), _by_token(beta),
+        K**-0.5 if scale is None else float(scale), use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+        A_log, dt_bias, lower_bound, initial_state, None if cu_seqlens is None else cu_seqlens.to(q.device), B, T,
+        T // CHUNK + B if lengths is None else _count_chunks(lengths), intra, boundaries, places,
+    )  # fmt: skip
+
+
+def _check_tensors(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v), ("g", g)):
+        if x.dim() != 4:
+            raise ValueError(f"{op}: {name}: expected 4 dimensions [B, T, heads, width], got shape {tuple(x.shape)}")
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    _check_shape(op, "k", k, (B, T, H, K))
+    _check_shape(op, "v", v, (B, T, HV, V))
+    _check_shape(op, "g", g, (B, T, HV, K))
+    _check_shape(op, "beta", beta, (B, T, HV))
+    if H == 0 or HV == 0 or HV % H:
+        raise ValueError(f"{op}: v: expected value heads to be a multiple of the {H} key heads, got {HV}")
+    for name, width in (("q", K), ("v", V)):
+        if not MIN_WIDTH <= width <= MAX_WIDTH:
+            raise ValueError(f"{op}: {name}: expected a head size of {MIN_WIDTH} to {MAX_WIDTH}, got {width}")
+    if q.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"{op}: q: expected float32 or bfloat16, got {q.dtype}")
+    if INTERPRETED and q.dtype != torch.float32:
+        raise ValueError(
+            f"{op}: q: expected float32 under TRITON_INTERPRET=1, whose dot multiplies bit patterns, got {q.dtype}"
+        )
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise ValueError(f"{op}: {name}: expected q's dtype {q.dtype}, got {x.dtype}")
+    if not INTERPRETED and not q.is_cuda:
+        raise ValueError(f"{op}: q: expected a CUDA tensor (or TRITON_INTERPRET=1 before triton's import), got {q.device}")
+    for name, x in (("k", k), ("v", v), ("g", g), ("beta", beta)):
+        _check_place(op, name, x, q.device)
+
+
+def _check_place(op: str, name: str, x: Tensor, device: torch.device) -> None:
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"{op}: {name}: expected float32, bfloat16 or float16, got {x.dtype}")
+    if x.device != device:
+        raise ValueError(f"{op}: {name}: expected device {device}, q's, got {x.device}")
+
+
+def _check_shape(op: str, name: str, x: Tensor | None, shape: tuple[int, ...]) -> None:
+    if x is None or tuple(x.shape) != shape:
+        got = "None" if x is None else f"shape {tuple(x.shape)}"
+        raise ValueError(f"{op}: {name}: expected shape {shape}, got {got}")
+
+
+def _check_offsets(op: str, cu_seqlens: Tensor, B: int, T: int) -> list[int] | None:
+    """The lengths, or None where reading them would wait for a GPU: kernels then clamp every offset to [0, T]."""
+    if B != 1:
+        raise ValueError(f"{op}: q: expected batch size 1 with cu_seqlens, got {B}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"{op}: cu_seqlens: expected an int32 or int64 tensor [N + 1], got {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}"
+        )
+    if not cu_seqlens.device.type == "cpu":
+        return None
+    offsets = cu_seqlens.tolist()
+    lengths = [b - a for a, b in zip(offsets, offsets[1:], strict=False)]
+    if offsets[0] != 0 or offsets[-1] != T or any(length < 0 for length in lengths):
+        raise ValueError(f"{op}: cu_seqlens: expected 0 <= ... <= T = {T} without a decrease, got {offsets}")
+    return lengths
+
+
+def _read_lengths(cu_seqlens: Tensor) -> list[int]:
+    return cu_seqlens.diff().tolist()
+
+
+def _count_chunks(lengths: list[int]) -> int:
+    return sum(-(-length // CHUNK) for length in lengths)
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """[B, T, ...] -> [P, ...] with whatever token stride x has; copied only if that stride is not uniform or a token is
+    not contiguous."""
+    x = x.flatten(0, 1)
+    if x.dim() == 3:
+        inner = x.stride(2) == 1 and x.stride(1) == x.shape[2]
+    else:
+        inner = x.stride(1) == 1
+    return x if inner else x.contiguous()
+
+
+def _boundary_table(
+    op: str, boundaries: list[tuple[int, int]] | Tensor | None, N: int, lengths: list[int] | None, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """The pairs in ascending order, and where each pair asked for went (None: nowhere else)."""
+    if boundaries is None:
+        return None, None
+    if isinstance(boundaries, Tensor):
+        if boundaries.dim() != 2 or boundaries.shape[1] != 2 or boundaries.dtype != torch.int32 or boundaries.device != device:
+            raise ValueError(
+                f"{op}: state_boundaries: expected pairs, or an int32 tensor [M, 2] on {device}, "
+                f"got {tuple(boundaries.shape)} {boundaries.dtype} on {boundaries.device}"
+            )
+        return boundaries.contiguous(), None
+    for n, tokens in boundaries:
+        inside = 0 <= n < N and tokens > 0 and tokens % CHUNK == 0
+        if not inside or (lengths is not None and tokens > lengths[n]):
+            raise ValueError(
+                f"{op}: state_boundaries: expected (sequence < {N}, positive multiple of {CHUNK} within its length), "
+                f"got ({n}, {tokens}) with lengths {'on the GPU' if lengths is None else lengths}"
+            )
+    order = sorted(range(len(boundaries)), key=lambda m: boundaries[m])
+    table = torch.tensor([boundaries[m] for m in order], dtype=torch.int32).view(-1, 2).to(device)
+    if order == list(range(len(order))):
+        return table, None
+    places = [0] * len(order)
+    for row, m in enumerate(order):
+        places[m] = row
+    return table, torch.tensor(places).to(device)
+
+
+@cache
+def padded(width: int) -> int:
+    """The power of two a head size is padded to in tiles and in scratch."""
+    return triton.next_power_of_2(width)
+
+
+class Scratch:
+    """What the front launch leaves for the state launch; the layout is in ``kda_front.py``. One allocation."""
+
+    __slots__ = ("W", "U", "QG", "KG", "AQ", "DD")
+
+    def __init__(self, x: KDACall):
+        _, HV, K, V = x.heads
+        tiles, BK, PV, dtype = x.chunks * HV, padded(K), padded(V), x.q.dtype
+        of_k, of_v, of_a = tiles * CHUNK * BK, tiles * CHUNK * PV, tiles * CHUNK * CHUNK
+        of_d = tiles * BK * torch.float32.itemsize // dtype.itemsize
+        parts = torch.empty(3 * of_k + of_v + of_a + of_d, dtype=dtype, device=x.q.device)
+        self.W, self.QG, self.KG, self.U, self.AQ, d = parts.split_with_sizes([of_k, of_k, of_k, of_v, of_a, of_d])
+        self.DD = d.view(torch.float32)
