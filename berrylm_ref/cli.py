@@ -104,7 +104,7 @@ def serve(
         print("try:")
         print(f"  curl http://{host}:{port}/v1/completions -H 'Content-Type: application/json' \\")
         print(f"""    -d '{{"model": "{name}", "prompt": {prompt}, "max_tokens": 16, "temperature": 0}}'""", flush=True)
-        uvicorn.run(create_app(llm, name), host=host, port=port, log_level="warning")
+        uvicorn.run(create_app(llm, name), host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
 
 
 class clear_errors:

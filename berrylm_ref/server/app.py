@@ -1,22 +1,36 @@
 """The HTTP application: routes, and errors in OpenAI's form."""
 
 import asyncio
+import json
 import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
+from sse_starlette import EventSourceResponse
 
+from ..engine.background import BackgroundEngine, EngineStopped
 from ..engine.llm import LLM
 from ..engine.request import ContextLengthError
-from .protocol import ApiError, CompletionRequest, completion_response
+from .protocol import ApiError, CompletionAnswer, CompletionRequest
+
+CLIENT_GONE = 499  # nobody reads it; it stands in the log
 
 
 def create_app(llm: LLM, model_name: str) -> FastAPI:
-    """Serve ``llm`` under ``model_name``; requests are answered one at a time, in the order they came."""
-    app = FastAPI(title="BerryLM reference")
-    turn, started = asyncio.Lock(), int(time.time())
+    """Serve ``llm`` under ``model_name``; its engine runs in a thread from the app's start to its end."""
+    started = int(time.time())
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        app.state.engine = BackgroundEngine(llm.engine)
+        yield
+        await asyncio.to_thread(app.state.engine.stop)
+
+    app = FastAPI(title="BerryLM reference", lifespan=lifespan)
 
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: ApiError) -> JSONResponse:
@@ -33,6 +47,8 @@ def create_app(llm: LLM, model_name: str) -> FastAPI:
 
     @app.get("/health")
     async def health() -> dict[str, str]:
+        if not app.state.engine.alive:
+            raise ApiError(503, "the engine has stopped")
         return {"status": "ok"}
 
     @app.get("/v1/models")
@@ -46,9 +62,15 @@ def create_app(llm: LLM, model_name: str) -> FastAPI:
         }
         return {"object": "list", "data": [card]}
 
+    @app.exception_handler(EngineStopped)
+    async def stopped(_: Request, error: EngineStopped) -> JSONResponse:
+        return JSONResponse(ApiError(503, str(error)).body, 503)
+
     @app.post("/v1/completions")
-    async def completions(body: CompletionRequest) -> dict[str, Any]:
+    async def completions(body: CompletionRequest, http: Request) -> Response:
         check_model(body.model, model_name)
+        if body.stream_options is not None and not body.stream:
+            raise ApiError(400, "stream_options: expected only with stream: true", "stream_options")
         try:
             params = body.sampling_params()
             requests = [r for prompt in body.prompts() for r in llm.requests(prompt, params)]
@@ -58,11 +80,53 @@ def create_app(llm: LLM, model_name: str) -> FastAPI:
             raise ApiError(400, str(error), "prompt", "context_length_exceeded") from error
         except ValueError as error:
             raise ApiError(400, str(error), named_field(str(error))) from error
-        async with turn:
-            await asyncio.to_thread(llm.run, requests)
-        return completion_response([r.output() for r in requests], model_name, llm)
+        answer = CompletionAnswer(requests, model_name, llm.tokenizer)
+        texts = app.state.engine.stream(requests)
+        if body.stream:
+            usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+            return EventSourceResponse(chunks(answer, texts, usage))
+        if not await drained(texts, http):
+            return Response(status_code=CLIENT_GONE)
+        return JSONResponse(answer.whole())
 
     return app
+
+
+async def chunks(answer: CompletionAnswer, texts: AsyncIterator, usage: bool) -> AsyncIterator[str]:
+    """Server-sent events: a chunk where text or an end came, the usage chunk if asked for, [DONE]."""
+    extra = {"usage": None} if usage else {}
+    async with aclosing(texts):
+        async for request, text in texts:
+            if text or request.finished or answer.tokenizer is None:
+                yield json.dumps({**answer.chunk(request, text), **extra})
+    if usage:
+        yield json.dumps({**answer.head, "choices": [], "usage": answer.usage()})
+    yield "[DONE]"
+
+
+async def drained(texts: AsyncIterator, http: Request) -> bool:
+    """Read ``texts`` to the end; False if the client went away first (the framework tells only streaming handlers)."""
+
+    async def drain() -> None:
+        async with aclosing(texts):
+            async for _ in texts:
+                pass
+
+    async def gone() -> None:
+        while not await http.is_disconnected():
+            await asyncio.sleep(0.1)
+
+    work, watch = asyncio.create_task(drain()), asyncio.create_task(gone())
+    try:
+        await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            work.result()
+            return True
+        return False
+    finally:
+        for task in (work, watch):
+            task.cancel()
+        await asyncio.gather(work, watch, return_exceptions=True)
 
 
 def check_model(asked: str | None, served: str) -> None:

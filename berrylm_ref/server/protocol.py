@@ -9,15 +9,24 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, StrictBool, StrictFloat, StrictInt, StrictStr
 
-from ..engine.llm import LLM
 from ..engine.params import SamplingParams
-from ..engine.request import Output
+from ..engine.request import Request
+from ..engine.sampler import TokenLogprob
+from ..tokenizer import Tokenizer
 
 SAMPLING_FIELDS = (
     "temperature", "top_k", "top_p", "min_p", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "seed", "n",
     "presence_penalty", "frequency_penalty", "repetition_penalty",
 )  # fmt: skip
 Number = StrictInt | StrictFloat | None
+
+
+class StreamOptions(BaseModel):
+    """``include_usage``: one more chunk at the end, without choices, with the totals."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: StrictBool | None = None
 
 
 class CompletionRequest(BaseModel):
@@ -41,6 +50,8 @@ class CompletionRequest(BaseModel):
     presence_penalty: Number = None
     frequency_penalty: Number = None
     repetition_penalty: Number = None
+    stream: StrictBool | None = None
+    stream_options: StreamOptions | None = None
 
     def sampling_params(self) -> SamplingParams:
         given = {name: getattr(self, name) for name in SAMPLING_FIELDS}
@@ -62,46 +73,64 @@ class ApiError(Exception):
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def completion_response(outputs: list[Output], model: str, llm: LLM) -> dict[str, Any]:
-    """OpenAI's text_completion object; ``token_ids`` beside each text serves models without a tokenizer."""
-    n = max(output.index for output in outputs) + 1
-    prompts = sum(len(output.prompt_token_ids) for output in outputs if output.index == 0)
-    made = sum(len(output.token_ids) for output in outputs)
-    choices = [
-        {
-            "index": i // n * n + output.index,
-            "text": output.text,
-            "token_ids": output.token_ids,
-            "finish_reason": output.finish_reason,
-            "logprobs": completion_logprobs(output, llm),
+class CompletionAnswer:
+    """The text_completion objects of one call, whole or in chunks; choices are counted prompt by prompt."""
+
+    def __init__(self, requests: list[Request], model: str, tokenizer: Tokenizer | None):
+        self.requests, self.tokenizer = requests, tokenizer
+        self.place = {request: i for i, request in enumerate(requests)}
+        self.sent = dict.fromkeys(requests, 0)  # tokens already in chunks
+        self.head = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
         }
-        for i, output in enumerate(outputs)
-    ]
-    return {
-        "id": f"cmpl-{uuid.uuid4().hex}",
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": model,
-        "choices": choices,
-        "usage": {"prompt_tokens": prompts, "completion_tokens": made, "total_tokens": prompts + made},
-    }
+
+    def whole(self) -> dict[str, Any]:
+        choices = [self._choice(r, r.text, r.output_ids, r.logprobs) for r in self.requests]
+        return {**self.head, "choices": choices, "usage": self.usage()}
+
+    def chunk(self, request: Request, text: str) -> dict[str, Any]:
+        """What came since this request's last chunk: ``text``, its tokens, and the reason when it was the last."""
+        begin, self.sent[request] = self.sent[request], len(request.output_ids)
+        return {**self.head, "choices": [self._choice(request, text, request.output_ids[begin:], request.logprobs[begin:])]}
+
+    def usage(self) -> dict[str, Any]:
+        """Each prompt once, however many choices it has; the completions summed."""
+        first = [r for r in self.requests if r.index == 0]
+        prompt, made = sum(len(r.prompt_ids) for r in first), sum(len(r.output_ids) for r in self.requests)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": made,
+            "total_tokens": prompt + made,
+            "prompt_tokens_details": {"cached_tokens": sum(r.cached_tokens or 0 for r in first)},
+        }
+
+    def _choice(self, request: Request, text: str, ids: list[int], logprobs: list[TokenLogprob]) -> dict[str, Any]:
+        wanted = request.params.logprobs is not None
+        return {
+            "index": self.place[request],
+            "text": text,
+            "token_ids": list(ids),  # beside the text, for models without a tokenizer
+            "finish_reason": request.finish_reason,
+            "logprobs": completion_logprobs(logprobs, self.tokenizer) if wanted else None,
+        }
 
 
-def completion_logprobs(output: Output, llm: LLM) -> dict[str, Any] | None:
+def completion_logprobs(logprobs: list[TokenLogprob], tokenizer: Tokenizer | None) -> dict[str, Any]:
     """The four parallel lists of the completions API; a token is its text, or "token_id:N" without a tokenizer."""
-    if output.logprobs is None:
-        return None
 
     def name(token: int) -> str:
-        return llm.tokenizer.decode([token], skip_special=False) if llm.tokenizer else f"token_id:{token}"
+        return tokenizer.decode([token], skip_special=False) if tokenizer else f"token_id:{token}"
 
-    tokens = [name(x.token) for x in output.logprobs]
+    tokens = [name(x.token) for x in logprobs]
     offsets = [0]
-    for text in tokens[:-1]:
+    for text in tokens:
         offsets.append(offsets[-1] + len(text))
     return {
         "tokens": tokens,
-        "token_logprobs": [x.logprob for x in output.logprobs],
-        "top_logprobs": [{name(i): p for i, p in x.top} for x in output.logprobs],
-        "text_offset": offsets,
+        "token_logprobs": [x.logprob for x in logprobs],
+        "top_logprobs": [{name(i): p for i, p in x.top} for x in logprobs],
+        "text_offset": offsets[:-1],
     }

@@ -35,6 +35,15 @@ def client(llm):
     thread.join(10)
 
 
+def streamed(client, **body):
+    """The chunks of a stream, which must end with [DONE]."""
+    with client.stream("POST", "/v1/completions", json={"prompt": [1, 2, 3], "temperature": 0, "stream": True, **body}) as r:
+        assert r.status_code == 200 and r.headers["content-type"].startswith("text/event-stream")
+        lines = [line.removeprefix("data: ") for line in r.iter_lines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
 def complete(client, **body):
     return client.post("/v1/completions", json={"prompt": [1, 2, 3], "temperature": 0, **body})
 
@@ -60,7 +69,12 @@ def test_a_completion_is_what_the_library_generates(client, llm):
     assert body["choices"] == [
         {"index": 0, "text": want.text, "token_ids": want.token_ids, "finish_reason": "length", "logprobs": None}
     ]
-    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+    assert body["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 5,
+        "total_tokens": 8,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
 
 
 def test_text_prompts_lists_and_several_choices(client, llm):
@@ -88,8 +102,9 @@ def test_logprobs_in_the_completions_form(client):
         ({"max_tokens": "5"}, "max_tokens"), ({"temperature": -0.1}, "temperature"), ({"top_p": 0}, "top_p"),
         ({"top_p": 1.01}, "top_p"), ({"n": 0}, "n"), ({"prompt": []}, "prompt"), ({"prompt": ""}, "prompt"),
         ({"prompt": [300]}, "prompt"), ({"prompt": None}, "prompt"), ({"prompt": [[1], "a"]}, "prompt"),
-        ({"stream": True}, "stream"), ({"best_of": 2}, "best_of"), ({"max_completion_tokens": 5}, "max_completion_tokens"),
-        ({"stop": [""]}, "stop"),
+        ({"stream": 1}, "stream"), ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"best_of": 2}, "best_of"), ({"max_completion_tokens": 5}, "max_completion_tokens"),
+        ({"stop": [""]}, "stop"), ({"n": 0, "stream": True}, "n"),
     ],
 )  # fmt: skip
 def test_a_bad_field_is_a_400_that_names_it(client, body, param):
@@ -136,3 +151,71 @@ def test_requests_at_the_same_time_are_all_answered(client, llm):
         t.join(60)
     assert got == [want] * 6
     llm.engine.check()
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_stream_says_what_the_whole_answer_says(client, n):
+    """ENG-2, API-4: texts, ids, logprobs and reasons of every choice, joined, are those of the answer without streaming."""
+    body = {"prompt": "hey", "n": n, "seed": 7, "temperature": 1.0, "max_tokens": 16, "logprobs": 1, "stop": ["e", "zz"]}
+    whole = complete(client, **body).json()["choices"]
+    joined = [{"text": "", "token_ids": [], "tokens": []} for _ in range(n)]
+    for chunk in streamed(client, **body):
+        assert "usage" not in chunk, "API-2: not unasked"
+        (choice,) = chunk["choices"]
+        mine = joined[choice["index"]]
+        assert "finish_reason" not in mine, "nothing after the end"
+        mine["text"] += choice["text"]
+        mine["token_ids"] += choice["token_ids"]
+        mine["tokens"] += choice["logprobs"]["tokens"]
+        if choice["finish_reason"]:
+            mine["finish_reason"] = choice["finish_reason"]
+    for got, want in zip(joined, whole, strict=True):
+        assert got.pop("tokens") == want["logprobs"]["tokens"]
+        assert got == {k: want[k] for k in got} and "finish_reason" in got
+
+
+def test_the_usage_chunk_comes_only_when_asked_and_last(client):
+    """API-2: choices [] and the totals, null on the others; the same numbers as without streaming."""
+    plain = complete(client, max_tokens=4, n=2, temperature=1.0, seed=1).json()["usage"]
+    *others, last = streamed(client, max_tokens=4, n=2, temperature=1.0, seed=1, stream_options={"include_usage": True})
+    assert last["choices"] == [] and all(o["usage"] is None for o in others)
+    assert {k: last["usage"][k] for k in list(plain)[:3]} == {k: plain[k] for k in list(plain)[:3]}
+    assert all("usage" not in c for c in streamed(client, max_tokens=4, stream_options={"include_usage": False}))
+
+
+def test_clients_that_leave_free_their_slots(client, llm):
+    """ENG-1: four streams closed after a chunk, four plain requests closed after 0.2 s; then an ordinary one."""
+    scheduler = llm.engine.scheduler
+    for _ in range(4):
+        body = {"prompt": [1, 2, 3], "stream": True, "max_tokens": 3500, "ignore_eos": True}
+        with client.stream("POST", "/v1/completions", json=body) as r:
+            next(r.iter_lines())
+    for _ in range(4):
+        with pytest.raises(httpx.ReadTimeout):
+            client.post("/v1/completions", json={"prompt": [1], "max_tokens": 3500, "ignore_eos": True}, timeout=0.2)
+    assert complete(client, max_tokens=2).status_code == 200
+    end = time.monotonic() + 20
+    while scheduler.running or scheduler.waiting:
+        assert time.monotonic() < end, "a client that left still runs"
+        time.sleep(0.05)
+    llm.engine.check()
+    assert llm.engine.cache.pool.slots.free_count == llm.engine.cache.pool.slots.capacity
+
+
+def test_turn_two_reports_its_cached_tokens(client):
+    turn = complete(client, prompt=list(range(100, 170)), max_tokens=70).json()["choices"][0]["token_ids"]
+    again = complete(client, prompt=list(range(100, 170)) + turn, max_tokens=1).json()
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 128
+
+
+def test_a_fault_in_the_engine_is_a_503_and_not_a_hang():
+    """PFX-3: whoever waits is told, and /health tells the rest."""
+    from fastapi.testclient import TestClient
+
+    broken = small_llm(with_tokenizer=True)
+    broken.engine.step = lambda: 1 / 0
+    with TestClient(create_app(broken, "broken")) as c:
+        assert c.get("/health").status_code == 200
+        assert error_of(complete(c), 503)["type"] == "server_error"
+        error_of(complete(c), 503)
+        error_of(c.get("/health"), 503)
