@@ -182,4 +182,33 @@ FAULTS: list[Fault] = [
         "LIMIT = tl.constexpr(1000.0)",
         "the exhibit in Triton without its clamp",
     ),
+    # 09 whole model
+    Fault(
+        "09_whole_model",
+        "berrylm_ref/cache/batch.py",
+        "positions += range(s.context, total)",
+        "positions += range(len(s.tokens))",
+        "positions start again in every piece",
+    ),
+    Fault(
+        "09_whole_model",
+        "berrylm_ref/layers.py",
+        "h, x = ops.attn_res_norm(",
+        "_, x = ops.attn_res_norm(",
+        "the residual goes on from the unmixed stream",
+    ),
+    Fault(
+        "09_whole_model",
+        "berrylm_ref/cache/batch.py",
+        "self.caches.conv[layer, self.slots] = windows",
+        "self.caches.conv[layer, self.slots] = windows.flip(-1)",
+        "windows are stored newest first",
+    ),
+    Fault(
+        "09_whole_model",
+        "berrylm_ref/ops/norm.py",
+        "y = y * (y.square().mean(-1, keepdim=True) + eps).rsqrt()",
+        "y = y * (y.square().mean(-1, keepdim=True) + 10 * eps).rsqrt()",
+        "epsilon of the norms ten times too large",
+    ),
 ]
