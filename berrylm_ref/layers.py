@@ -124,8 +124,9 @@ class GatedAttention(nn.Module):
         )
         k_pages, v_pages = batch.extend_kv(layer, k, v)
         o = ops.paged_attention(
-            q, k_pages, v_pages, batch.page_table, batch.cu_seqlens, batch.context_lens, c.head_dim**-0.5, gate
-        )
+            q, k_pages, v_pages, batch.page_table, batch.cu_seqlens, batch.context_lens, c.head_dim**-0.5, gate,
+            max_query_len=batch.max_query_len,
+        )  # fmt: skip
         return self.o_proj(o.flatten(-2))
 
 

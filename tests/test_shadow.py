@@ -40,8 +40,8 @@ def wrong_moe(*args, **kwargs):
     return TORCH.moe(*args, **{**kwargs, "top_k": 1})
 
 
-def wrong_attention(q, *args):
-    return TORCH.paged_attention(q * 1.001, *args)
+def wrong_attention(q, *args, **kwargs):
+    return TORCH.paged_attention(q * 1.001, *args, **kwargs)
 
 
 def wrong_state(*args, **kwargs):
