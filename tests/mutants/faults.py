@@ -182,6 +182,49 @@ FAULTS: list[Fault] = [
         "LIMIT = tl.constexpr(1000.0)",
         "the exhibit in Triton without its clamp",
     ),
+    # 06 full attention
+    Fault(
+        "06_full_attention",
+        "berrylm_ref/ops/attention.py",
+        "q, gate = q.chunk(2, -1)",
+        "gate, q = q.chunk(2, -1)",
+        "the gate is taken for the query",
+    ),
+    Fault(
+        "06_full_attention",
+        "berrylm_ref/ops/attention.py",
+        "last = torch.arange(S - T + t, S - T + t + rows.shape[0]",
+        "last = torch.arange(t, t + rows.shape[0]",
+        "mask aligned to the upper left",
+    ),
+    Fault(
+        "06_full_attention",
+        "berrylm_ref/ops/rope.py",
+        ".to(precision) / rotary_dim",
+        ".to(precision) / (4 * rotary_dim)",
+        "frequencies over the head size",
+    ),
+    Fault(
+        "06_full_attention",
+        "berrylm_ref/ops/rope.py",
+        "positions.to(precision)[:, None] / theta**exponent",
+        "(positions.to(precision)[:, None] / theta**exponent).to(dtype)",
+        "angles in the model's dtype",
+    ),
+    Fault(
+        "06_full_attention",
+        "kernels/berrylm_kernels/attention_decode.py",
+        "b_v, acc * keep[:, None], input_precision",
+        "b_v, acc, input_precision",
+        "values keep their weight when a larger score comes",
+    ),
+    Fault(
+        "06_full_attention",
+        "kernels/berrylm_kernels/attention_decode.py",
+        "tl.exp2(peak - top), tl.exp2(b_lse - top)",
+        "tl.exp2(peak - top), tl.where(m_s, 1.0, 0.0)",
+        "shares are averaged",
+    ),
     # 09 whole model
     Fault(
         "09_whole_model",
