@@ -182,6 +182,35 @@ FAULTS: list[Fault] = [
         "LIMIT = tl.constexpr(1000.0)",
         "the exhibit in Triton without its clamp",
     ),
+    # 05 KDA layer
+    Fault(
+        "05_kda_layer",
+        "berrylm_ref/ops/norm.py",
+        "return (weight * y * silu(z.to(dtype))).to(x.dtype)",
+        "return ((1 + weight) * y * silu(z.to(dtype))).to(x.dtype)",
+        "weight of the gated norm as 1 + w",
+    ),
+    Fault(
+        "05_kda_layer",
+        "berrylm_ref/ops/conv.py",
+        "rows[ends[:, None] + taps]",
+        "rows[ends[:, None] + taps - 1]",
+        "the window ends one token early",
+    ),
+    Fault(
+        "05_kda_layer",
+        "berrylm_ref/cache/batch.py",
+        "return self.caches.conv[layer, self.slots], self.caches.state[layer, self.slots]",
+        "return self.caches.conv[layer, self.slots], None",
+        "the state is dropped when more than one token comes",
+    ),
+    Fault(
+        "05_kda_layer",
+        "kernels/berrylm_kernels/kda_decode.py",
+        "i_h = i_hv // (HV // H)",
+        "i_h = i_hv % H",
+        "the kernel maps value head j to key head j % H",
+    ),
     # 06 full attention
     Fault(
         "06_full_attention",
