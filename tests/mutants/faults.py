@@ -254,6 +254,49 @@ FAULTS: list[Fault] = [
         "tl.exp2(peak - top), tl.where(m_s, 1.0, 0.0)",
         "shares are averaged",
     ),
+    # 07 AttnRes
+    Fault(
+        "07_attnres",
+        "berrylm_ref/model.py",
+        "(i + 1) % c.attn_res_block_size == 0",
+        "i and i % c.attn_res_block_size == 0",
+        "commit one layer late",
+    ),
+    Fault(
+        "07_attnres",
+        "berrylm_ref/ops/attnres.py",
+        'torch.einsum("np,npd->pd", p, sources)',
+        'torch.einsum("np,npd->pd", p, keys)',
+        "values normalised",
+    ),
+    Fault(
+        "07_attnres",
+        "berrylm_ref/layers.py",
+        "h, x = ops.attn_res_norm(",
+        "_, x = ops.attn_res_norm(",
+        "the residual goes on from the unmixed stream",
+    ),
+    Fault(
+        "07_attnres",
+        "berrylm_ref/ops/attnres.py",
+        "return h + torch.tanh(gate.to(dtype)).to(h.dtype) * (mix - h) if gated else mix",
+        "return (h.to(dtype) + torch.tanh(gate.to(dtype)) * (mix.to(dtype) - h)).to(h.dtype) if gated else mix",
+        "the blend is rounded once",
+    ),
+    Fault(
+        "07_attnres",
+        "kernels/berrylm_kernels/attnres.py",
+        "b_mix = b_mix * keep + b_s * p",
+        "b_mix = b_mix + b_s * p",
+        "the mix is not rescaled when a larger logit comes",
+    ),
+    Fault(
+        "07_attnres",
+        "kernels/berrylm_kernels/attnres.py",
+        "tl.where(s < 0.0625, near,",
+        "tl.where(s < 0.0, near,",
+        "tanh of a small gate loses its digits",
+    ),
     # 09 whole model
     Fault(
         "09_whole_model",
