@@ -251,11 +251,12 @@ def test_states_at_boundaries():
 
 def test_a_table_row_that_is_no_boundary_gets_nan():
     """The host does not read the table: past the end, off the grid or out of order must not pass for a state."""
-    table = torch.tensor([[0, 64], [0, 100], [0, 64], [0, 192], [1, 64]], dtype=torch.int32, device=DEVICE)
-    o, final, kept = check(make(70), oracle=torch_kda.chunk_kda, state_boundaries=[(0, 64)])
-    other = chunk_kda(*make(70), output_final_state=True, use_qk_l2norm_in_kernel=True, state_boundaries=table)
+    table = [[0, 64], [0, 100], [0, 128], [0, 64], [0, 192], [1, 64]]
+    table = torch.tensor(table, dtype=torch.int32, device=DEVICE)
+    o, final, kept = check(make(130), oracle=torch_kda.chunk_kda, state_boundaries=[(0, 64), (0, 128)])
+    other = chunk_kda(*make(130), output_final_state=True, use_qk_l2norm_in_kernel=True, state_boundaries=table)
     assert torch.equal(other[0], o) and torch.equal(other[1], final)
-    assert torch.equal(other[2][0], kept[0]) and other[2][[1, 3]].isnan().all()
+    assert torch.equal(other[2][[0, 2]], kept) and other[2][[1, 3, 4]].isnan().all()
 
 
 def test_offsets_that_the_host_does_not_read(monkeypatch):
@@ -266,8 +267,10 @@ def test_offsets_that_the_host_does_not_read(monkeypatch):
     got = chunk_kda(*inputs, output_final_state=True, cu_seqlens=offsets.to(DEVICE))
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     wild = torch.tensor([-70, 300, 0, 200, 10**6], device=DEVICE)
-    o, final = chunk_kda(*inputs, output_final_state=True, cu_seqlens=wild)
-    assert o.shape == inputs[2].shape and final.shape[0] == 4
+    # they clamp to 0:200, 200:0, 0:200 and 200:200, 8 chunks where the grid has 7: the third sequence loses its last chunk
+    _, final = chunk_kda(*inputs, output_final_state=True, cu_seqlens=wild)
+    _, whole, kept = chunk_kda(*inputs, output_final_state=True, state_boundaries=[(0, 192)])
+    assert torch.equal(final, torch.stack([whole[0], torch.zeros_like(whole[0]), kept[0], torch.zeros_like(whole[0])]))
 
 
 def test_difference_form_is_exact():
