@@ -182,6 +182,35 @@ FAULTS: list[Fault] = [
         "LIMIT = tl.constexpr(1000.0)",
         "the exhibit in Triton without its clamp",
     ),
+    # 04 KDA in Triton
+    Fault(
+        "04_kda_in_triton",
+        "kernels/berrylm_kernels/kda_front.py",
+        "i_h = i_hv // (HV // H)",
+        "i_h = i_hv % H",
+        "value head j reads key head j % H",
+    ),
+    Fault(
+        "04_kda_in_triton",
+        "kernels/berrylm_kernels/kda_front.py",
+        "b_g = tl.where(m, log2_decay(b_g, rate, bias[None, :], lower_bound, RAW, BOUND), 0.0)",
+        "b_g = log2_decay(b_g, rate, bias[None, :], lower_bound, RAW, BOUND)",
+        "rows behind the end go on forgetting",
+    ),
+    Fault(
+        "04_kda_in_triton",
+        "kernels/berrylm_kernels/kda_scores.py",
+        "decay = tl.where(odd, since, until)",
+        "decay = tl.where(odd, until, since)",
+        "queries and keys swap their decays",
+    ),
+    Fault(
+        "04_kda_in_triton",
+        "kernels/berrylm_kernels/kda_state.py",
+        "S * b_d[None, :]",
+        "S",
+        "the state does not fade from chunk to chunk",
+    ),
     # 05 KDA layer
     Fault(
         "05_kda_layer",
