@@ -326,6 +326,56 @@ FAULTS: list[Fault] = [
         "tl.where(s < 0.0, near,",
         "tanh of a small gate loses its digits",
     ),
+    # 08 MoE
+    Fault(
+        "08_moe",
+        "berrylm_ref/ops/moe.py",
+        "logits = logits.to(compute_dtype(logits))",
+        "logits = logits.bfloat16().to(compute_dtype(logits))",
+        "scores rounded before the choice",
+    ),
+    Fault(
+        "08_moe",
+        "berrylm_ref/ops/moe.py",
+        "token, weight = order // top_k,",
+        "token, weight = order % len(x),",
+        "rows of the wrong tokens",
+    ),
+    Fault(
+        "08_moe",
+        "berrylm_ref/ops/moe.py",
+        "return silu(gate) * up",
+        "return gate * silu(up)",
+        "gate and up swapped",
+    ),
+    Fault(
+        "08_moe",
+        "berrylm_ref/ops/moe.py",
+        "return out + torch.sigmoid(linear(x, shared_gate)) * shared",
+        "return out + shared",
+        "the shared expert without its gate",
+    ),
+    Fault(
+        "08_moe",
+        "berrylm_ref/ops/moe.py",
+        "if normalise else weights, experts",
+        "if not normalise else weights, experts",
+        "renormalised when it should not be",
+    ),
+    Fault(
+        "08_moe",
+        "kernels/berrylm_kernels/moe_few.py",
+        "o_n, o_k, D, F, IS_EVEN) * weight",
+        "o_n, o_k, D, F, IS_EVEN)",
+        "few tokens: choices added without their weights",
+    ),
+    Fault(
+        "08_moe",
+        "kernels/berrylm_kernels/moe_gemm.py",
+        "token = tl.load(order + o_m, mask=m_m, other=0) % P",
+        "token = tl.load(order + o_m, mask=m_m, other=0) // P",
+        "sorted: a pair's slot taken for its token",
+    ),
     # 09 whole model
     Fault(
         "09_whole_model",
