@@ -1,22 +1,22 @@
 """How a request wants its tokens chosen and ended."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 GREEDY_BELOW = 1e-5  # a temperature below this is greedy: logits divided by it would overflow
+EXTREME = 1e6  # temperatures and repetition penalties further out than this (or its inverse) overflow fp32 scores
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Every field is checked; ValueError names field, expected and got.
 
-    temperature: 0 is greedy. top_k: 0 keeps all. top_p in (0, 1], min_p in [0, 1] relative to the most probable token.
-    max_tokens: most new tokens, None as many as the context holds. stop: strings that end the text (they are cut off);
+    temperature: 0 is greedy, at most 1e6. top_k: 0 keeps all. top_p in (0, 1], min_p in [0, 1] relative to the most probable
+    token. max_tokens: most new tokens, None as many as the context holds. stop: strings that end the text (they are cut off);
     stop_token_ids: ids that end it; ignore_eos: run on past the model's end tokens. seed: fixes the draws of this request,
     independent of its neighbours. n: choices. logprobs: None, or how many alternatives (0..20) to report beside each chosen
     token; prompt_logprobs: the same for the prompt's own tokens. Presence and frequency penalties (-2..2) count the generated
-    tokens, the repetition penalty (> 0) those of the prompt too.
+    tokens, the repetition penalty (1e-6..1e6) those of the prompt too.
     """
 
     temperature: float = 1.0
@@ -40,7 +40,7 @@ class SamplingParams:
         object.__setattr__(self, "stop", tuple(stop) if isinstance(stop, list | tuple) else stop)
         ids = self.stop_token_ids
         object.__setattr__(self, "stop_token_ids", tuple(ids) if isinstance(ids, list | tuple) else ids)
-        self._number("temperature", 0, math.inf)
+        self._number("temperature", 0, EXTREME)
         self._integer("top_k", 0)
         self._number("top_p", 0, 1, open_low=True)
         self._number("min_p", 0, 1)
@@ -51,7 +51,7 @@ class SamplingParams:
         self._integer("prompt_logprobs", 0, 20, optional=True)
         self._number("presence_penalty", -2, 2)
         self._number("frequency_penalty", -2, 2)
-        self._number("repetition_penalty", 0, math.inf, open_low=True)
+        self._number("repetition_penalty", 1 / EXTREME, EXTREME)
         if not isinstance(self.ignore_eos, bool):
             refuse("ignore_eos", "true or false", self.ignore_eos)
         if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
@@ -69,10 +69,10 @@ class SamplingParams:
 
     def _number(self, name: str, low: float, high: float, open_low: bool = False) -> None:
         value = getattr(self, name)
-        ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not ok or not low <= value <= high or (open_low and value == low):
-            where = f"more than {low}" if open_low else f"{low} or more"
-            refuse(name, f"a finite number, {where}" + (f", at most {high}" if high < math.inf else ""), value)
+        ok = isinstance(value, int | float) and not isinstance(value, bool)
+        if not ok or not low <= value <= high or (open_low and value == low):  # a NaN is in no range
+            where = f"more than {low}" if open_low else f"{low:g} or more"
+            refuse(name, f"a finite number, {where}, at most {high:g}", value)
 
     def _integer(self, name: str, low: int, high: int | None = None, optional: bool = False) -> None:
         value = getattr(self, name)

@@ -73,10 +73,11 @@ def _draw(scores: Tensor, rows: list[Row]) -> Tensor:
     scores = scores / column([r.params.temperature for r in rows])
     scores, ids = scores.sort(dim=-1, descending=True, stable=True)  # [R, V]
     rank = torch.arange(V, device=scores.device)
-    scores = scores.masked_fill(rank >= column([r.params.top_k or V for r in rows], torch.long), float("-inf"))
+    scores = scores.masked_fill(rank >= column([min(r.params.top_k or V, V) for r in rows], torch.long), float("-inf"))
     p = scores.softmax(-1)
-    before = p.cumsum(-1) - p  # the most probable token has nothing before it, so it always stays
-    p = p.masked_fill(before >= column([r.params.top_p for r in rows]), 0)
+    before = p.cumsum(-1) - p
+    # the most probable token always stays: a tiny top_p is 0 in fp32, and 0 >= 0
+    p = p.masked_fill((before >= column([r.params.top_p for r in rows])) & (rank > 0), 0)
     p = p.masked_fill(p < column([r.params.min_p for r in rows]) * p[:, :1], 0)
     cdf = p.cumsum(-1)
     seeds = column([to_int64(r.seed) for r in rows], torch.long)

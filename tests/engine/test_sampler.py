@@ -46,6 +46,20 @@ def test_zero_and_tiny_temperatures_are_greedy_and_finite(temperature):
     assert sample(logits, [row(temperature=temperature)]).tolist() == [0]
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 1e6}, {"temperature": 1e-5}, {"top_p": 1e-300}, {"min_p": 1e-300}, {"top_k": 2**63}, {"top_k": 10**30},
+        {"repetition_penalty": 1e-6}, {"repetition_penalty": 1e6}, {"seed": -(2**63)}, {"seed": 2**64 - 1},
+    ],
+)  # fmt: skip
+def test_the_most_extreme_values_that_pass_still_draw_a_token(params):
+    """API-1: top_p 1e-300 left no candidate, top_k 2**63 fitted no tensor: one such request ended the engine for all."""
+    logits = torch.tensor([[1e4, -1e4, 9.9e3, 3.0]])
+    for prompt in ([], [0, 1, 2]):
+        assert 0 <= sample(logits, [row(prompt=prompt, **params)], known=3).item() < 3
+
+
 def test_penalties_by_hand():
     logits = torch.tensor([[2.0, 1.0, -1.0, 0.5]])
     presence = row(temperature=0, outputs=[0, 0], presence_penalty=1.2)
@@ -103,10 +117,11 @@ def test_logprobs_are_the_models_own():
 @pytest.mark.parametrize(
     "field,value",
     [
-        ("temperature", -0.1), ("temperature", float("nan")), ("temperature", "1"), ("top_k", -1), ("top_p", 0), ("top_p", 1.01),
+        ("temperature", -0.1), ("temperature", float("nan")), ("temperature", 1e7), ("temperature", 10**400),
+        ("temperature", "1"), ("top_k", -1), ("top_p", 0), ("top_p", 1.01),
         ("min_p", -0.1), ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 1.5), ("max_tokens", True), ("n", 0),
         ("seed", 1.0), ("logprobs", 21), ("presence_penalty", 2.1), ("frequency_penalty", -3),
-        ("repetition_penalty", 0), ("stop", ""),
+        ("repetition_penalty", 0), ("repetition_penalty", 1e-300), ("repetition_penalty", 1e300), ("stop", ""),
         ("stop", ["a", ""]), ("stop", 3), ("stop_token_ids", [-1]), ("stop_token_ids", 5), ("ignore_eos", 1),
     ],
 )  # fmt: skip
