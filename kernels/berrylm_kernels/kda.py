@@ -5,6 +5,8 @@ They exist in two tiers: "plain", in Triton, for any GPU and for the interpreter
 on an H100 or H200. Both take the same scratch layout, see ``kda_front.py``.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -101,10 +103,9 @@ def chunk_kda_tier(
     with torch.cuda.device_of(q):  # Triton launches on the current device
         scratch = Scratch(x)
         if x.chunks and tier == "hopper":
-            from . import kda_front_hopper, kda_state_hopper  # they import Gluon, which the plain tier does without
-
-            kda_front_hopper.front(x, scratch)
-            o, final, kept = kda_state_hopper.state(x, scratch, output_final_state)
+            front, state = _hopper_launches()
+            front(x, scratch)
+            o, final, kept = state(x, scratch, output_final_state)
         else:
             if x.chunks:
                 kda_front.front(x, scratch)
@@ -113,6 +114,13 @@ def chunk_kda_tier(
     if kept is None:
         return o, final
     return o, final, kept if x.places is None else kept[x.places]
+
+
+@cache
+def _hopper_launches():
+    from . import kda_front_hopper, kda_state_hopper  # they import Gluon, which the plain tier does without
+
+    return kda_front_hopper.front, kda_state_hopper.state
 
 
 def hopper_available(x: KDACall) -> bool:
