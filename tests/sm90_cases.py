@@ -15,12 +15,30 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from berrylm_kernels import attention, attention_decode, attnres, conv, norm, qk_rope
+from berrylm_kernels import (
+    attention,
+    attention_decode,
+    attnres,
+    conv,
+    moe_few,
+    moe_gemm,
+    moe_persistent,
+    moe_router,
+    moe_tiles,
+    norm,
+    qk_rope,
+)
+from berrylm_kernels.hopper_tiles import TILE
+from berrylm_kernels.kda_decode import _prepare_kernel, _update_kernel
 from berrylm_kernels.kda_front import FORMS, kda_front_kernel
+from berrylm_kernels.kda_front_hopper import kda_front_hopper_kernel
 from berrylm_kernels.kda_state import kda_state_kernel
+from berrylm_kernels.kda_state_hopper import DECAY, kda_state_hopper_kernel
 
 SHARED = 227 * 1024  # bytes a block can have on sm_90
+TWO_BLOCKS = (228 // 2 - 1) * 1024  # the same where a multiprocessor holds two blocks
 POINTERS = {"fp32": "*fp32", "bf16": "*bf16"}
 
 
@@ -38,6 +56,7 @@ class Case:
     shared: int = SHARED
     registers: int = 255
     options: dict = field(default_factory=dict)
+    waits: int | None = None  # for a warpgroup's products allowed; the compiler adds one to each if it cannot overlap them
 
 
 def kda_front(element="bf16", K=128, V=128, BK=128, BV=64, raw=False, packed=False, form="dyadic", l2norm=True, **limits):
@@ -67,6 +86,26 @@ def kda_state(element="bf16", K=128, V=128, BV=64, STAGES=3, num_warps=4, packed
     return Case(kda_state_kernel, types, constants, num_warps=num_warps, **limits)
 
 
+def hopper_front(raw=False, packed=False, l2norm=True, **limits):
+    types = dict.fromkeys(("q", "k", "v", "beta", "W", "U", "QG", "KG", "AQ"), "*bf16") | dict.fromkeys(("g", "DD"), "*fp32")
+    types |= dict.fromkeys(("T", "N", "sq", "sk", "sv", "sg", "sb"), "i32") | dict.fromkeys(("scale", "lower_bound"), "fp32")
+    types |= dict.fromkeys(("A_log", "dt_bias"), "*fp32") if raw else {}
+    types |= {"cu": "*i32"} if packed else {}
+    constants = dict(H=16, HV=32, BN=128, L2NORM=l2norm, RAW=raw, BOUND=raw, LOGIT=raw, PACKED=packed)
+    aligned = ("sq", "sk", "sv", "sg", "sb")
+    return Case(kda_front_hopper_kernel, types, constants, aligned=aligned, shared=TWO_BLOCKS, waits=36, **limits)
+
+
+def hopper_state(packed=False, kept=False, **limits):
+    blocks = {"d_k": ("bf16[64,128]", TILE), "d_v": ("bf16[64,64]", TILE), "d_d": ("fp32[1,128]", DECAY)}
+    types = {name: f"tensordesc<{block},{layout.value!r}>" for name, (block, layout) in blocks.items()} | {"o": "*bf16"}
+    types |= dict.fromkeys(("initial", "final"), "*fp32") | dict.fromkeys(("T", "N", "M", "chunks"), "i32")
+    types |= {"cu": "*i32"} if packed else {}
+    types |= {"boundaries": "*i32", "kept": "*fp32"} if kept else {}
+    constants = dict(HV=32, BN=128, BM=128, INITIAL=True, FINAL=True, KEPT=kept, PACKED=packed)
+    return Case(kda_state_hopper_kernel, types, constants, waits=4, **limits)
+
+
 def by_name(fn, element="bf16", num_warps=4, **constants_and_limits):
     """The types of a kernel whose arguments are what their names say; constants are those of the model's sizes."""
     limits = {name: constants_and_limits.pop(name) for name in ("num_stages", "shared", "registers", "options", "stack")
@@ -83,6 +122,44 @@ def decode(element="bf16", **limits):
     BS, warps, stages = attention_decode.STEP[{"bf16": torch.bfloat16, "fp32": torch.float32}[element]]
     constants = dict(PAGE=16, HK=2, G=8, D=256, BG=16, BS=BS, BD=256, MIN_SHARE=attention_decode.MIN_SHARE)
     return by_name(attention_decode._decode_kernel, element, warps, num_stages=stages, **constants, **limits)
+
+
+def kda_step(fn, element="bf16", num_warps=4, **constants_and_limits):
+    """A kernel of the KDA decode step at the model's sizes, as it is launched up to 64 rows."""
+    sizes = dict(H=16, HV=32, K=128, V=128, W=4, BK=128, BV=128, NV=1, BW=4, PDL=True)
+    constants = {name: value for name, value in sizes.items() if name in fn.arg_names} | constants_and_limits
+    case = by_name(fn, element, num_warps, **constants)
+    wide = dict.fromkeys(("A_log", "dt_bias", "state_pool", "ready"), "*fp32") | {"slots": "*i64", "n_slots": "i32"}
+    case.types |= {name: kind for name, kind in wide.items() if name in case.types}
+    case.types.pop("lower_bound", None)
+    return case
+
+
+def moe(fn, tile=None, **constants_and_limits):
+    """A kernel of the mixture of experts at the model's sizes."""
+    BM, BN, BK, warps, stages, halves, programs = tile or (None, None, None, 4, 1, False, 0)
+    sizes = dict(E=128, D=2048, F=512, BM=BM, BN=BN, BK=BK, TOP_K=8, BE=128, PROGRAMS=132 * programs, IS_ALIGNED=True)
+    sizes |= {"USE_HALVES": halves}
+    constants = {name: value for name, value in sizes.items() if name in fn.arg_names} | constants_and_limits
+    case = by_name(fn, num_warps=constants.pop("warps", warps), num_stages=stages, **constants)
+    integers = ("order", "rows", "block_list", "counts", "ranks", "experts")
+    special = dict.fromkeys(integers, "*i32") | dict.fromkeys(("pairs", "depth", "shared_blocks"), "i32") | {"weights": "*fp32"}
+    special |= {"d_hidden": f"tensordesc<bf16[{BM},{BK}]>"}
+    special |= dict.fromkeys(("d_down", "d_shared"), f"tensordesc<bf16[{BN},{BK}]>")
+    case.types |= {name: kind for name, kind in special.items() if name in case.types}
+    return case
+
+
+def moe_products():
+    cases = {}
+    for _, first, second in moe_tiles.TILES:
+        cases[f"moe gate_up, {first.BM} rows"] = moe(moe_gemm._gate_up_kernel, first)
+        if second.per_multiprocessor:  # as many at once as are launched
+            limits = dict(shared=SHARED // second.per_multiprocessor, registers=240)
+            cases[f"moe down, {second.BM} rows"] = moe(moe_persistent._down_persistent_kernel, second, **limits)
+        else:
+            cases[f"moe down, {second.BM} rows"] = moe(moe_gemm._down_kernel, second)
+    return cases
 
 
 UNFUSED = {"enable_fp_fusion": False}
@@ -105,6 +182,15 @@ CASES = {
     "kda state, packed, boundaries": kda_state(packed=True, kept=True, shared=192 * 1024, stack=8),  # outside the loops
     "kda state, K = V = 256": kda_state(K=256, V=256, BV=16, STAGES=2),
     "kda state, fp32": kda_state("fp32", BV=16, STAGES=1, num_warps=8),
+    "hopper front": hopper_front(stack=16),
+    "hopper front, packed, gate fused": hopper_front(raw=True, packed=True, stack=32),
+    "hopper front, keys as they come": hopper_front(l2norm=False, stack=16),
+    "hopper state": hopper_state(),
+    "hopper state, packed, boundaries": hopper_state(packed=True, kept=True),
+    "kda decode, prepare": kda_step(_prepare_kernel, registers=40),
+    "kda decode, update": kda_step(_update_kernel),
+    "kda decode, update, fp32": kda_step(_update_kernel, "fp32"),
+    "kda decode, update, K = V = 256": kda_step(_update_kernel, num_warps=8, K=256, V=256, BK=256, BV=64, NV=4),
     "attn_res, D = 2048": by_name(attnres._attn_res_kernel, D=2048, BD=2048, **MIXER, registers=88),
     "attn_res, D = 8192": by_name(attnres._attn_res_kernel, num_warps=16, D=8192, BD=8192, **MIXER, registers=128),
     "add_rms_norm": by_name(norm._rms_norm_kernel, BR=1, D=2048, BD=2048, **ADD, registers=40),
@@ -115,26 +201,37 @@ CASES = {
     "decode attention, fp32": decode("fp32"),
     "decode attention, merge": by_name(attention_decode._merge_kernel, HQ=16, D=256, **MERGE, registers=72),
     "attention gate": by_name(attention._gate_kernel, HQ=16, D=256, BR=8, BD=256, registers=64),
+    "moe route": moe(moe_router._route_kernel, warps=1, IS_NORMALISED=True, USE_RANKS=True, registers=64),
+    "moe plan": moe(moe_router._plan_kernel, BM=128, BT=64, registers=96),
+    **moe_products(),
+    "moe combine": moe(moe_gemm._combine_kernel, BD=1024, USE_SHARED=True, registers=48),
+    "moe gate_up, few tokens": moe(moe_few._few_gate_up_kernel, SLOTS=9, BN=16, BK=256, registers=176),
+    "moe down, few tokens": moe(moe_few._few_down_kernel, warps=8, SLOTS=9, BN=8, BK=256, registers=128),
 }
 
 
 def compile_case(case: Case) -> dict[str, int]:
-    """-> registers a thread, bytes of stack a thread, bytes of shared memory a block."""
+    """-> registers a thread, bytes of stack a thread, bytes of shared memory a block, waits for products."""
     names = case.fn.arg_names
     constants = dict.fromkeys(names) | case.constants
     signature = {name: case.types.get(name, "constexpr") for name in names}
     constants = {name: constants[name] for name in names if signature[name] == "constexpr"}
     aligned = [i for i, name in enumerate(names) if signature[name].startswith("*") or name in case.aligned]
-    source = ASTSource(case.fn, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
+    source_of = GluonASTSource if case.fn.is_gluon() else ASTSource
+    source = source_of(case.fn, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
     options = dict(num_warps=case.num_warps, num_stages=case.num_stages, **case.options)
     kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        usage, code = (
+            subprocess.run([tool, flag, file.name], capture_output=True, text=True, check=True).stdout
+            for flag in ("-res-usage", "-sass")
+        )
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
-    return {"registers": int(registers), "stack": int(stack), "shared": kernel.metadata.shared}
+    used = {"registers": int(registers), "stack": int(stack), "shared": kernel.metadata.shared}
+    return used | {"waits": code.count("WARPGROUP.DEPBAR")}
 
 
 if __name__ == "__main__":

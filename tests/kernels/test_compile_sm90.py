@@ -30,6 +30,7 @@ def test_resources(compiled, name):
     assert used["registers"] <= case.registers
     assert used["stack"] <= case.stack
     assert used["shared"] <= case.shared
+    assert case.waits is None or used["waits"] <= case.waits
 
 
 @pytest.mark.parametrize("name", [name for name in sm90_cases.CASES if name.startswith(("kda front", "kda state"))])
