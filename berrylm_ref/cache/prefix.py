@@ -151,6 +151,10 @@ class PrefixCache:
                 self.pool.save(lease.slot, snapshot)
                 lease.snapshots[len(tokens)] = snapshot
         self.file(lease, tokens)
+        self.drop(lease)
+
+    def drop(self, lease: Lease) -> None:
+        """Give back what the lease holds and file nothing: its states may be of no known moment."""
         self.tree.unlock(lease.node)
         self.pool.pages.give_back(lease.pages[lease.filed // self.pool.sizes.page_size :])
         self.pool.snapshots.give_back(list(lease.snapshots.values()))

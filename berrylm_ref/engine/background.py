@@ -5,9 +5,10 @@ import logging
 import queue
 import threading
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass
 
-from .engine import Engine
+from .engine import Engine, Event
 from .request import Request
 
 log = logging.getLogger(__name__)
@@ -24,7 +25,7 @@ class Listener:
     loop: asyncio.AbstractEventLoop
     inbox: asyncio.Queue
 
-    def put(self, item: tuple[Request, str] | None) -> None:
+    def put(self, item: Event | None) -> None:
         self.loop.call_soon_threadsafe(self.inbox.put_nowait, item)
 
 
@@ -45,8 +46,8 @@ class BackgroundEngine:
     def alive(self) -> bool:
         return not self._stopped
 
-    async def stream(self, requests: list[Request]) -> AsyncIterator[tuple[Request, str]]:
-        """Run checked ``requests`` together; yields (request, text) as text becomes certain, until all have finished.
+    async def stream(self, requests: list[Request]) -> AsyncIterator[Event]:
+        """Run checked ``requests`` together; yields every event of theirs, until all have finished.
 
         Closed early, or cancelled, it frees what its requests hold by the engine's next step. Raises EngineStopped.
         """
@@ -55,16 +56,16 @@ class BackgroundEngine:
         left = set(requests)
         try:
             while left:
-                item = await listener.inbox.get()
-                if item is None:
+                event = await listener.inbox.get()
+                if event is None:
                     raise EngineStopped("the engine has stopped") from self._fault
-                request, text = item
-                if request.finished:
-                    left.discard(request)
-                yield request, text
+                if event.finish_reason:
+                    left.discard(event.request)
+                yield event
         finally:
-            if left and self.alive:
-                self._send(("cancel", list(left), None))
+            if left:
+                with suppress(EngineStopped):  # then it holds nothing of theirs for anyone
+                    self._send(("cancel", list(left), None))
 
     def stop(self, timeout: float = 30) -> None:
         """End the thread after its step; whoever still reads gets EngineStopped."""
@@ -83,15 +84,19 @@ class BackgroundEngine:
         try:
             while self._take_commands(wait=self.engine.idle):
                 for event in self.engine.step():
-                    self._listeners[event.request].put((event.request, event.text))
-                    if event.request.finished:
+                    self._listeners[event.request].put(event)
+                    if event.finish_reason:
                         del self._listeners[event.request]
         except BaseException as fault:
             log.exception("the engine stopped")
             self._fault = fault
         with self._lock:
             self._stopped = True
-        for listener in set(self._listeners.values()):
+            waiting = set(self._listeners.values())
+            while not self._commands.empty():  # sent during the last step: nobody would ever take them
+                _, _, listener = self._commands.get()
+                waiting |= {listener} - {None}
+        for listener in waiting:
             listener.put(None)
 
     def _take_commands(self, wait: bool) -> bool:

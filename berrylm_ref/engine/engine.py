@@ -1,5 +1,6 @@
 """The engine: one thread owns the model and the caches and calls ``step()``; every step is schedule, forward, publish."""
 
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -12,20 +13,29 @@ from .sampler import sample, token_logprobs
 from .scheduler import Part, Running, Scheduler
 
 
-@dataclass
+@dataclass(frozen=True)
 class Event:
-    """What one step did for one request: the text that became certain; the request itself says whether it has ended."""
+    """What one step did for one request: the text that became certain, its tokens so far, and the reason if it has ended.
+
+    The request runs on while an event waits to be read, so what held at this step stands here.
+    """
 
     request: Request
     text: str
+    made: int
+    finish_reason: str | None
 
 
 class Engine:
-    """Continuous batching: each request gets the answer it would get alone."""
+    """Continuous batching: each request gets the answer it would get alone.
+
+    Threads may share it: one step runs at a time, whoever calls it.
+    """
 
     def __init__(self, model: BerryLM, cache: PrefixCache, *, max_running: int, token_budget: int, known: int | None = None):
         self.model, self.cache, self.known = model, cache, known
         self.scheduler = Scheduler(cache, max_running=max_running, token_budget=token_budget)
+        self._lock = threading.Lock()
 
     @property
     def idle(self) -> bool:
@@ -34,25 +44,29 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request; ValueError if it can never fit."""
         self.scheduler.check_fits(request)
-        self.scheduler.waiting.append(request)
+        with self._lock:
+            self.scheduler.waiting.append(request)
 
     def cancel(self, request: Request) -> None:
         """Forget a request and free what it holds; one that has ended already is left alone."""
-        for running in self.scheduler.running:
-            if running.request is request:
-                self.scheduler.release(running)
-                return
-        if request in self.scheduler.waiting:
-            self.scheduler.waiting.remove(request)
+        with self._lock:
+            for running in self.scheduler.running:
+                if running.request is request:
+                    self.scheduler.release(running)
+                    return
+            if request in self.scheduler.waiting:
+                self.scheduler.waiting.remove(request)
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
-        """One forward for everyone who has something to run."""
-        parts = self.scheduler.schedule()
-        if not parts:
-            return []
-        logits = self._forward(parts)
-        return self._publish(parts, logits)
+        """One forward for everyone who has something to run. If it fails, all who ran start over with the next step."""
+        with self._lock:
+            try:
+                parts = self.scheduler.schedule()
+                return self._publish(parts, self._forward(parts)) if parts else []
+            except BaseException:
+                self.scheduler.restart_all()
+                raise
 
     def check(self) -> None:
         """Conservation of pages, slots and snapshots; AssertionError says what does not add up."""
@@ -99,7 +113,7 @@ class Engine:
         text = running.request.append(token)
         if running.request.finished:
             self.scheduler.release(running)
-        return Event(running.request, text)
+        return Event(running.request, text, len(running.request.output_ids), running.request.finish_reason)
 
 
 def wants_prompt_logprobs(part: Part) -> bool:

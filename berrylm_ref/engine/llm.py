@@ -118,11 +118,18 @@ class LLM:
             yield from run_alone(self.model, request, self._known)
             return
         self.engine.add(request)
+        made = sent = 0
         try:
-            while not request.finished:
-                for event in self.engine.step():
-                    if event.request is request:
-                        yield event.text
+            while True:
+                over = request.finished or self.engine.idle  # idle: someone cancelled it
+                if made < len(request.output_ids) or sent < len(request.text):  # by this step, or by someone else's
+                    made, text = len(request.output_ids), request.text
+                    yield text[sent:]
+                    sent = len(text)
+                elif over:
+                    return
+                else:
+                    self.engine.step()
         finally:
             self.engine.cancel(request)
 

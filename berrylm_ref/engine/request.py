@@ -60,15 +60,17 @@ class Request:
         self.tokens.append(token)
         stop = token in self.params.stop_token_ids or (not self.params.ignore_eos and token in self.end_ids)
         delta = "" if stop or not self._detokenizer else self._stops.feed(self._detokenizer.feed(token))
+        reason = None
         if stop or self._stops.stopped:
-            self.finish_reason = "stop"
+            reason = "stop"
         elif len(self.output_ids) >= self.max_new:
-            self.finish_reason = "length"
-        if self.finished and self._detokenizer and not self._stops.stopped:
+            reason = "length"
+        if reason and self._detokenizer and not self._stops.stopped:
             delta += self._stops.feed(self._detokenizer.finish())
             if not self._stops.stopped:
                 delta += self._stops.finish()
         self.text += delta
+        self.finish_reason = reason  # last: another thread that sees it has the whole text
         return delta
 
     def output(self) -> Output:

@@ -97,6 +97,16 @@ class Scheduler:
         self.running.remove(running)
         self.cache.end(running.lease, running.tokens[: running.consumed])
 
+    def restart_all(self) -> None:
+        """A forward broke off: how far each layer's state got is unknown, so nothing of it is kept or filed."""
+        for running in reversed(self.running):
+            self.cache.drop(running.lease)
+            request = running.request
+            del request.logprobs[len(request.output_ids) :]  # of a token that was not taken
+            if not request.finished:
+                self.waiting.appendleft(request)
+        self.running.clear()
+
     def _admit(self, request: Request) -> Running | None:
         tokens = request.tokens
         scored = request.params.prompt_logprobs is not None and not request.output_ids

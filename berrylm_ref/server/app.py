@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from sse_starlette import EventSourceResponse
 
 from ..engine.background import BackgroundEngine, EngineStopped
+from ..engine.engine import Event
 from ..engine.llm import LLM
 from ..engine.request import ContextLengthError
 from .protocol import ApiError, CompletionAnswer, CompletionRequest
@@ -80,36 +81,42 @@ def create_app(llm: LLM, model_name: str) -> FastAPI:
             raise ApiError(400, str(error), "prompt", "context_length_exceeded") from error
         except ValueError as error:
             raise ApiError(400, str(error), named_field(str(error))) from error
+        if not app.state.engine.alive:
+            raise EngineStopped("the engine has stopped")
         answer = CompletionAnswer(requests, model_name, llm.tokenizer)
-        texts = app.state.engine.stream(requests)
+        events = app.state.engine.stream(requests)
         if body.stream:
             usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-            return EventSourceResponse(chunks(answer, texts, usage))
-        if not await drained(texts, http):
+            return EventSourceResponse(chunks(answer, events, usage))
+        if not await drained(events, http):
             return Response(status_code=CLIENT_GONE)
         return JSONResponse(answer.whole())
 
     return app
 
 
-async def chunks(answer: CompletionAnswer, texts: AsyncIterator, usage: bool) -> AsyncIterator[str]:
+async def chunks(answer: CompletionAnswer, events: AsyncIterator[Event], usage: bool) -> AsyncIterator[str]:
     """Server-sent events: a chunk where text or an end came, the usage chunk if asked for, [DONE]."""
     extra = {"usage": None} if usage else {}
-    async with aclosing(texts):
-        async for request, text in texts:
-            if text or request.finished or answer.tokenizer is None:
-                yield json.dumps({**answer.chunk(request, text), **extra})
+    try:
+        async with aclosing(events):
+            async for event in events:
+                if event.text or event.finish_reason or answer.tokenizer is None:
+                    yield json.dumps({**answer.chunk(event), **extra})
+    except EngineStopped as error:  # the status has been sent; the client reads it here
+        yield json.dumps(ApiError(503, str(error)).body)
+        return
     if usage:
         yield json.dumps({**answer.head, "choices": [], "usage": answer.usage()})
     yield "[DONE]"
 
 
-async def drained(texts: AsyncIterator, http: Request) -> bool:
-    """Read ``texts`` to the end; False if the client went away first (the framework tells only streaming handlers)."""
+async def drained(events: AsyncIterator[Event], http: Request) -> bool:
+    """Read ``events`` to the end; False if the client went away first (the framework tells only streaming handlers)."""
 
     async def drain() -> None:
-        async with aclosing(texts):
-            async for _ in texts:
+        async with aclosing(events):
+            async for _ in events:
                 pass
 
     async def gone() -> None:

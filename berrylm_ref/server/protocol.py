@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, StrictBool, StrictFloat, StrictInt, StrictStr
 
+from ..engine.engine import Event
 from ..engine.params import SamplingParams
 from ..engine.request import Request
 from ..engine.sampler import TokenLogprob
@@ -91,10 +92,12 @@ class CompletionAnswer:
         choices = [self._choice(r, r.text, r.output_ids, r.logprobs) for r in self.requests]
         return {**self.head, "choices": choices, "usage": self.usage()}
 
-    def chunk(self, request: Request, text: str) -> dict[str, Any]:
-        """What came since this request's last chunk: ``text``, its tokens, and the reason when it was the last."""
-        begin, self.sent[request] = self.sent[request], len(request.output_ids)
-        return {**self.head, "choices": [self._choice(request, text, request.output_ids[begin:], request.logprobs[begin:])]}
+    def chunk(self, event: Event) -> dict[str, Any]:
+        """What came since this request's last chunk: the event's text, the tokens, and the reason when it was the last."""
+        request, end = event.request, event.made
+        begin, self.sent[request] = self.sent[request], end
+        choice = self._choice(request, event.text, request.output_ids[begin:end], request.logprobs[begin:end])
+        return {**self.head, "choices": [{**choice, "finish_reason": event.finish_reason}]}
 
     def usage(self) -> dict[str, Any]:
         """Each prompt once, however many choices it has; the completions summed."""

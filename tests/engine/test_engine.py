@@ -1,6 +1,9 @@
 """Continuous batching against its twin: each request gets the answer it would get alone."""
 
+import asyncio
 import random
+import threading
+import time
 
 import hypothesis.strategies as st
 import pytest
@@ -8,6 +11,7 @@ from hypothesis import given, settings
 from models import VOCAB, checkpoint, small_llm
 
 from berrylm_ref import LLM, SamplingParams
+from berrylm_ref.engine.background import BackgroundEngine, EngineStopped
 from berrylm_ref.engine.request import ContextLengthError
 
 TRUNK = [random.Random(4).randrange(VOCAB) for _ in range(220)]
@@ -109,6 +113,134 @@ def test_a_closed_stream_cancels_its_request():
     stream.close()
     assert llm.engine.idle
     llm.engine.check()
+
+
+@pytest.mark.parametrize("strategy,page_size", [("extra_buffer", 16), ("no_buffer", 1), ("off", 16)])
+@pytest.mark.parametrize("broken", [1, 2, 3, 9])
+def test_a_forward_that_broke_off_leaves_no_trace(strategy, page_size, broken, twin):
+    """An interrupt after the layers had written: the next step took the token a second time from a state that had it already,
+    and a snapshot nobody had filled was filed."""
+    llm = small_llm(prefix_cache=strategy, page_size=page_size, chunked_prefill_size=128)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+    prompts, real, calls = [TRUNK[:200], TRUNK[:70]], llm.model.run, []
+
+    def run_and_break(batch, **options):
+        calls.append(batch)
+        out = real(batch, **options)
+        if len(calls) == broken:
+            raise KeyboardInterrupt
+        return out
+
+    llm.model.run = run_and_break
+    kept, gone = (llm.requests(p, params)[0] for p in prompts)
+    llm.engine.add(kept)
+    with pytest.raises(KeyboardInterrupt):
+        for _ in llm.stream(gone):
+            llm.engine.check()
+        while not kept.finished:
+            llm.engine.step()
+    llm.engine.check()
+    while not kept.finished:
+        llm.engine.step()
+    for prompt in (*prompts, *prompts):  # what was filed is right
+        (again,), (want,) = run(llm, [prompt], params), twin.generate([prompt], params)
+        assert again.token_ids == want.token_ids
+    assert kept.output_ids == twin.generate([prompts[0]], params)[0].token_ids
+    assert len(kept.logprobs) == 12 and len(kept.prompt_logprobs) == 200
+
+
+def test_streams_side_by_side_lose_no_text():
+    """One stream's step made text for the other as well, and threw it away."""
+    llm = small_llm(with_tokenizer=True)
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=20, ignore_eos=True)
+    a, b, c = (llm.requests(p, params)[0] for p in ("one", "two", "three"))
+    first, second = llm.stream(a), llm.stream(b)
+    got = [next(first), next(second)]
+    llm.generate("four", params)
+    llm.engine.add(c)
+    for _ in range(40):
+        got = [got[0] + next(first, ""), got[1] + next(second, "")]
+    assert got == [a.text, b.text] == [small_llm(with_tokenizer=True).generate(p, params)[0].text for p in ("one", "two")]
+
+
+def test_a_stream_whose_request_was_cancelled_elsewhere_ends():
+    """It stepped an idle engine for ever."""
+    llm = small_llm()
+    request = llm.requests(TRUNK[:70], SamplingParams(max_tokens=100, ignore_eos=True))[0]
+    stream = llm.stream(request)
+    next(stream)
+    llm.engine.cancel(request)
+    assert list(stream) == [] and llm.engine.idle
+
+
+def test_threads_may_generate_at_the_same_time(twin):
+    """Two steps at once ran sequences in pages that they did not have."""
+    llm, params = small_llm(), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    got = {}
+
+    def ask(i):
+        got[i] = llm.generate([TRUNK[i : i + 70], TRUNK[:100]], params)
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(60)
+    for i in range(4):
+        want = twin.generate([TRUNK[i : i + 70], TRUNK[:100]], params)
+        assert [o.token_ids for o in got[i]] == [o.token_ids for o in want]
+    llm.engine.check()
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_reader_slower_than_the_engine_gets_every_piece(n):
+    """ENG-2: with the request itself as the word for "finished", a slow reader's stream ended at the first piece it read."""
+    llm = small_llm(with_tokenizer=True)
+    requests = llm.requests("hello", SamplingParams(temperature=1.0, seed=3, max_tokens=20, ignore_eos=True, n=n))
+
+    async def read():
+        background, events = BackgroundEngine(llm.engine), []
+        async for event in background.stream(requests):
+            events.append(event)
+            while not all(r.finished for r in requests):
+                time.sleep(0.01)  # the event loop is busy until the engine is done
+        background.stop()
+        return events
+
+    events = asyncio.run(read())
+    for request in requests:
+        mine = [e for e in events if e.request is request]
+        assert "".join(e.text for e in mine) == request.text and [e.made for e in mine] == list(range(1, 21))
+        assert [e.finish_reason for e in mine] == [None] * 19 + ["length"]
+
+
+def test_a_request_sent_while_the_engine_breaks_is_told():
+    """PFX-3: it waited in the queue of an engine that had ended, for ever."""
+    llm = small_llm()
+    stepping, go = threading.Event(), threading.Event()
+
+    def step():
+        stepping.set()
+        go.wait(10)
+        raise RuntimeError("broken")
+
+    llm.engine.step = step
+
+    async def one(background):
+        with pytest.raises(EngineStopped):
+            async for _ in background.stream(llm.requests([1, 2], SamplingParams(max_tokens=2))):
+                pass
+
+    async def both():
+        background = BackgroundEngine(llm.engine)
+        first = asyncio.create_task(one(background))
+        await asyncio.to_thread(stepping.wait, 10)
+        late = asyncio.create_task(one(background))
+        await asyncio.sleep(0.1)
+        go.set()
+        await asyncio.wait_for(asyncio.gather(first, late), 10)
+
+    asyncio.run(both())
 
 
 def test_nobody_starves_behind_small_requests():

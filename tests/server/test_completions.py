@@ -218,4 +218,18 @@ def test_a_fault_in_the_engine_is_a_503_and_not_a_hang():
         assert c.get("/health").status_code == 200
         assert error_of(complete(c), 503)["type"] == "server_error"
         error_of(complete(c), 503)
+        error_of(complete(c, stream=True), 503)
         error_of(c.get("/health"), 503)
+
+
+def test_a_fault_in_mid_stream_is_an_event_that_the_client_reads():
+    """PFX-3: the connection was just dropped, which looks like a network problem."""
+    from fastapi.testclient import TestClient
+
+    broken = small_llm(with_tokenizer=True)
+    steps, step = [], broken.engine.step
+    broken.engine.step = lambda: steps.append(1) or (step() if len(steps) < 5 else 1 / 0)
+    with TestClient(create_app(broken, "broken")) as c:
+        body = {"prompt": [1, 2], "stream": True, "max_tokens": 50, "ignore_eos": True}
+        lines = [x for x in c.post("/v1/completions", json=body).text.splitlines() if x]
+        assert json.loads(lines[-1].removeprefix("data: "))["error"]["type"] == "server_error"
