@@ -405,4 +405,33 @@ FAULTS: list[Fault] = [
         "y = y * (y.square().mean(-1, keepdim=True) + 10 * eps).rsqrt()",
         "epsilon of the norms ten times too large",
     ),
+    # 10 cache reuse
+    Fault(
+        "10_cache_reuse",
+        "berrylm_ref/cache/pool.py",
+        "c.state[:, slot] = c.snapshot_state[:, snapshot]",
+        "c.state[:, slot] = 0",
+        "a hit restores the windows and forgets the states",
+    ),
+    Fault(
+        "10_cache_reuse",
+        "berrylm_ref/cache/batch.py",
+        "list(range(offsets[n] + t - taps, offsets[n] + t))",
+        "list(range(offsets[n] + t - taps - 1, offsets[n] + t - 1))",
+        "windows kept at a boundary are one token old",
+    ),
+    Fault(
+        "10_cache_reuse",
+        "berrylm_ref/cache/prefix.py",
+        "            self.pool.save(lease.slot, snapshot)\n            lease.snapshots[consumed],",
+        "            if old is None: self.pool.save(lease.slot, snapshot)\n            lease.snapshots[consumed],",
+        "while decoding only the label of the kept state moves on",
+    ),
+    Fault(
+        "10_cache_reuse",
+        "berrylm_ref/cache/prefix.py",
+        "wanted = {(count - 1) // grid * grid, ",
+        "wanted = {",
+        "a prompt that ends on the grid finds nothing the second time",
+    ),
 ]
