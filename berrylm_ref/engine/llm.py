@@ -100,6 +100,8 @@ class LLM:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("generate: prompts: expected token ids, the model folder has no tokenizer.json, got text")
+            if any("\ud800" <= c <= "\udfff" for c in prompt):
+                raise ValueError("generate: prompts: expected Unicode text, got half a surrogate pair in it")
             prompt = self.tokenizer.encode(prompt)
         elif not isinstance(prompt, list | tuple):
             raise ValueError(f"generate: prompts: expected text or a list of token ids, got {type(prompt).__name__}")

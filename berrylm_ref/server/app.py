@@ -7,10 +7,11 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from sse_starlette import EventSourceResponse
+from starlette.exceptions import HTTPException
 
 from ..engine.background import BackgroundEngine, EngineStopped
 from ..engine.engine import Event
@@ -41,8 +42,7 @@ def create_app(llm: LLM, model_name: str) -> FastAPI:
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
         return JSONResponse(validation_error(error).body, 400)
 
-    @app.exception_handler(404)
-    @app.exception_handler(405)
+    @app.exception_handler(HTTPException)  # the framework's own: no such route or method, a body that can't be read
     async def http_error(_: Request, error: HTTPException) -> JSONResponse:
         return JSONResponse(ApiError(error.status_code, str(error.detail)).body, error.status_code)
 

@@ -81,6 +81,7 @@ class CompletionAnswer:
         self.requests, self.tokenizer = requests, tokenizer
         self.place = {request: i for i, request in enumerate(requests)}
         self.sent = dict.fromkeys(requests, 0)  # tokens already in chunks
+        self.offset = dict.fromkeys(requests, 0)  # characters in the names of those tokens
         self.head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
@@ -97,6 +98,10 @@ class CompletionAnswer:
         request, end = event.request, event.made
         begin, self.sent[request] = self.sent[request], end
         choice = self._choice(request, event.text, request.output_ids[begin:end], request.logprobs[begin:end])
+        if choice["logprobs"]:  # offsets count on from chunk to chunk
+            offsets = [self.offset[request] + x for x in choice["logprobs"]["text_offset"]]
+            self.offset[request] += sum(map(len, choice["logprobs"]["tokens"]))
+            choice["logprobs"]["text_offset"] = offsets
         return {**self.head, "choices": [{**choice, "finish_reason": event.finish_reason}]}
 
     def usage(self) -> dict[str, Any]:
@@ -122,10 +127,10 @@ class CompletionAnswer:
 
 
 def completion_logprobs(logprobs: list[TokenLogprob], tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """The four parallel lists of the completions API; a token is its text, or "token_id:N" without a tokenizer."""
+    """The four parallel lists of the completions API, over names of tokens."""
 
     def name(token: int) -> str:
-        return tokenizer.decode([token], skip_special=False) if tokenizer else f"token_id:{token}"
+        return token_name(token, tokenizer)
 
     tokens = [name(x.token) for x in logprobs]
     offsets = [0]
@@ -137,3 +142,15 @@ def completion_logprobs(logprobs: list[TokenLogprob], tokenizer: Tokenizer | Non
         "top_logprobs": [{name(i): p for i, p in x.top} for x in logprobs],
         "text_offset": offsets[:-1],
     }
+
+
+def token_name(token: int, tokenizer: Tokenizer | None) -> str:
+    """A token's text; its bytes as "bytes:\\xf0\\x9f" if they are only a part of characters, "token_id:N" if it has none.
+
+    Different tokens have different names: alternatives are keyed by them.
+    """
+    raw = tokenizer.bytes_of(token) if tokenizer else b""
+    try:
+        return raw.decode() or f"token_id:{token}"
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{b:02x}" for b in raw)

@@ -95,6 +95,17 @@ def test_logprobs_in_the_completions_form(client):
     assert max(found["top_logprobs"][0].values()) == found["token_logprobs"][0], "greedy took the most probable"
 
 
+def test_alternatives_that_are_no_text_keep_names_of_their_own(client, llm):
+    """API-5: half a character decodes to U+FFFD, as many others do; twenty alternatives became ten."""
+    found = complete(client, max_tokens=12, logprobs=20, ignore_eos=True).json()["choices"][0]
+    names, tokens = found["logprobs"]["top_logprobs"], found["logprobs"]["tokens"]
+    assert [len(x) for x in names] == [20] * 12 and "\ufffd" not in "".join(tokens)
+    for token, name, top in zip(found["token_ids"], tokens, names, strict=True):
+        raw = llm.tokenizer.bytes_of(token)
+        assert name == ("bytes:" + "".join(f"\\x{b:02x}" for b in raw) if raw[0] >= 0x80 else raw.decode())
+        assert any(n.startswith("bytes:") for n in top)
+
+
 @pytest.mark.parametrize(
     "body,param",
     [
@@ -122,6 +133,13 @@ def test_null_means_unset(client):
 def test_broken_json_wrong_model_wrong_route(client):
     assert error_of(client.post("/v1/completions", content=b"{"), 400)["message"].startswith("body:")
     assert error_of(client.post("/v1/completions", content=json.dumps([1])), 400)
+    as_json = {"headers": {"content-type": "application/json"}}
+    for content in (b"", b"\xff\xfe", b"[" * 100_000, b"null"):  # the third once came back in the framework's own form
+        assert error_of(client.post("/v1/completions", content=content, **as_json), 400)
+    for name, value in {"prompt": b'"a\\ud800"', "temperature": b"1" * 400, "seed": b"1" * 5000, "model": b'"\\ud800"'}.items():
+        content = b'{"prompt": [1], "' + name.encode() + b'": ' + value + b"}"
+        response = client.post("/v1/completions", content=content, **as_json)
+        assert error_of(response, response.status_code)["param"] in (name, None) and response.status_code in (400, 404)
     assert error_of(complete(client, model="other"), 404)["code"] == "model_not_found"
     error_of(client.get("/v1/nothing"), 404)
     error_of(client.get("/v1/completions"), 405)
@@ -158,7 +176,7 @@ def test_a_stream_says_what_the_whole_answer_says(client, n):
     """ENG-2, API-4: texts, ids, logprobs and reasons of every choice, joined, are those of the answer without streaming."""
     body = {"prompt": "hey", "n": n, "seed": 7, "temperature": 1.0, "max_tokens": 16, "logprobs": 1, "stop": ["e", "zz"]}
     whole = complete(client, **body).json()["choices"]
-    joined = [{"text": "", "token_ids": [], "tokens": []} for _ in range(n)]
+    joined = [{"text": "", "token_ids": [], "tokens": [], "text_offset": []} for _ in range(n)]
     for chunk in streamed(client, **body):
         assert "usage" not in chunk, "API-2: not unasked"
         (choice,) = chunk["choices"]
@@ -167,10 +185,12 @@ def test_a_stream_says_what_the_whole_answer_says(client, n):
         mine["text"] += choice["text"]
         mine["token_ids"] += choice["token_ids"]
         mine["tokens"] += choice["logprobs"]["tokens"]
+        mine["text_offset"] += choice["logprobs"]["text_offset"]
         if choice["finish_reason"]:
             mine["finish_reason"] = choice["finish_reason"]
     for got, want in zip(joined, whole, strict=True):
         assert got.pop("tokens") == want["logprobs"]["tokens"]
+        assert got.pop("text_offset") == want["logprobs"]["text_offset"], "offsets do not start again in every chunk"
         assert got == {k: want[k] for k in got} and "finish_reason" in got
 
 
