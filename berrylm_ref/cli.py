@@ -44,7 +44,7 @@ def generate(
     if (prompt is None) == (ids is None):
         raise typer.BadParameter("expected exactly one of --prompt and --ids")
     with clear_errors():
-        tokens = None if ids is None else [int(x) for x in ids.replace(",", " ").split()]
+        tokens = None if ids is None else token_ids(ids)
         llm = LLM(model, dtype=dtype, device=device, backend=backend)
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
         request = llm.requests(prompt if tokens is None else tokens, params)[0]
@@ -82,7 +82,7 @@ def shadow_report(
 def serve(
     model: Model,
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="port to listen on")] = 30000,
+    port: Annotated[int, typer.Option(help="port to listen on", min=0, max=65535)] = 30000,
     served_model_name: Annotated[str | None, typer.Option(help="name in /v1/models; default: the folder's name")] = None,
     dtype: Dtype = "float32",
     device: Device = "cpu",
@@ -107,14 +107,21 @@ def serve(
         uvicorn.run(create_app(llm, name), host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
 
 
+def token_ids(text: str) -> list[int]:
+    try:
+        return [int(x) for x in text.replace(",", " ").split()]
+    except ValueError as error:
+        raise ValueError(f"generate: ids: expected integers separated by spaces or commas, got {text!r}") from error
+
+
 class clear_errors:
-    """A refusal of ours ends the command with its message and status 2, not with a traceback."""
+    """A refusal of ours, or a file that can't be opened, ends the command with one line and status 2, not with a traceback."""
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind, error, trace) -> None:
-        if isinstance(error, ValueError):
+        if isinstance(error, ValueError | OSError):
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(2) from error
 

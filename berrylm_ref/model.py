@@ -72,7 +72,7 @@ class BerryLM(nn.Module):
 
         Raises ValueError naming the file or the tensor where they do not fit; nothing is used before everything fits.
         """
-        dtype = as_dtype(dtype)
+        dtype, device = as_dtype(dtype), as_device(device)
         backend = get_backend(backend, device, dtype)  # refused before anything is read
         config = BerryLMConfig.from_pretrained(folder)
         files = weights.open_checkpoint(folder)
@@ -157,4 +157,15 @@ def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
     found = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
     if found not in DTYPES.values():
         raise ValueError(f"dtype: expected one of {sorted(DTYPES)}, got {dtype!r}")
+    return found
+
+
+def as_device(device: torch.device | str) -> torch.device:
+    """A torch device from itself or its name; ValueError where it is not there or holds no numbers."""
+    try:
+        found = torch.empty(0, device=torch.device(device)).device
+    except (AssertionError, RuntimeError, TypeError) as error:  # torch's ways to say so
+        raise ValueError(f"device: expected one that is here, as 'cpu', got {device!r}: {str(error).splitlines()[0]}") from error
+    if found.type == "meta":
+        raise ValueError(f"device: expected one with memory, as 'cpu', got {device!r}")
     return found

@@ -108,8 +108,12 @@ def report(path: str | Path, budget: float | None = None) -> tuple[list[dict[str
     if not rows or tuple(rows[0]) != COLUMNS:
         raise ValueError(f"shadow report: path: expected a CSV with the columns {', '.join(COLUMNS)}, got {str(path)!r}")
     by_op: dict[str, list[float]] = {}
-    for row in rows:
-        row["rel_l2"], row["layer"] = float(row["rel_l2"]), int(row["layer"])
+    for number, row in enumerate(rows, 1):
+        try:
+            row["rel_l2"], row["layer"] = float(row["rel_l2"]), int(row["layer"])
+            row["budget"] = BUDGET[row["dtype"]] if budget is None else budget
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"shadow report: path: expected numbers and a known dtype in row {number}, got {row}") from error
         by_op.setdefault(row["op"], []).append(row["rel_l2"])
     summary = [
         {
@@ -122,5 +126,5 @@ def report(path: str | Path, budget: float | None = None) -> tuple[list[dict[str
         }
         for op, values in by_op.items()
     ]
-    over = [row for row in rows if row["rel_l2"] > (BUDGET[row["dtype"]] if budget is None else budget)]
+    over = [row for row in rows if row["rel_l2"] > row["budget"]]
     return summary, min(over, key=lambda row: row["layer"], default=None)

@@ -145,7 +145,7 @@ class PrefixCache:
 
     def end(self, lease: Lease, tokens: list[int]) -> None:
         """The sequence stops after having consumed ``tokens``: file them, give everything back."""
-        if self.strategy == "no_buffer" and len(tokens) > lease.filed:
+        if self.strategy == "no_buffer" and len(tokens) > lease.depth:
             snapshot = self._new_snapshot()
             if snapshot is not None:
                 self.pool.save(lease.slot, snapshot)

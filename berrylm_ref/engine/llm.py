@@ -1,7 +1,7 @@
 """``LLM``: a checkpoint folder that answers prompts."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -50,6 +50,7 @@ class LLM:
             positive(name, value)
         for name, value in (("max_total_tokens", max_total_tokens), ("chunked_prefill_size", chunked_prefill_size)):
             positive(name, value, optional=True)
+        positive("snapshot_bytes", snapshot_bytes, optional=True, least=0)
         self.model = BerryLM.from_pretrained(folder, dtype=dtype, device=device, backend=backend, kda_intra=kda_intra)
         self.config = self.model.config
         self.tokenizer = Tokenizer.from_folder(folder)
@@ -85,6 +86,8 @@ class LLM:
         self, prompts: list[str] | list[list[int]] | str, params: SamplingParams | list[SamplingParams] | None = None
     ) -> list[Output]:
         """One output a prompt (``params.n`` of them each, prompt by prompt). Raises ValueError before anything runs."""
+        if not isinstance(prompts, Iterable):
+            raise ValueError(f"generate: prompts: expected a list of texts or of lists of token ids, got {prompts!r}")
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         params = params if isinstance(params, list) else [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
@@ -97,6 +100,8 @@ class LLM:
 
     def requests(self, prompt: str | list[int], params: SamplingParams) -> list[Request]:
         """The choices of one prompt, checked, not yet started."""
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"generate: params: expected SamplingParams, got {params!r}")
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("generate: prompts: expected token ids, the model folder has no tokenizer.json, got text")
@@ -172,6 +177,6 @@ def end_token_ids(folder: str | Path, declared: tuple[int, ...]) -> frozenset[in
     return frozenset(declared) | frozenset(more)
 
 
-def positive(name: str, value: int | None, optional: bool = False) -> None:
-    if not (optional and value is None) and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ValueError(f"LLM: {name}: expected an integer, 1 or more, got {value!r}")
+def positive(name: str, value: int | None, optional: bool = False, least: int = 1) -> None:
+    if not (optional and value is None) and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+        raise ValueError(f"LLM: {name}: expected an integer, {least} or more, got {value!r}")

@@ -51,10 +51,11 @@ def plan_sizes(
         max_total_tokens = min(max(fit, context), 32 * context)
     snapshots = 0
     if keep_snapshots:
+        each = max(1, state_bytes(config, dtype, snapshot_dtype))  # no linear layer, no bytes
         least = 4 * max_running_requests
         if snapshot_bytes is None:
             budget = CPU_SNAPSHOT_BYTES if free is None else int(free * GPU_SNAPSHOT_SHARE)
-            snapshots = min(max(budget // state_bytes(config, dtype, snapshot_dtype), least), 4096)
+            snapshots = min(max(budget // each, least), 4096)
         else:
-            snapshots = snapshot_bytes // state_bytes(config, dtype, snapshot_dtype)
+            snapshots = snapshot_bytes // each
     return PoolSizes(-(-max_total_tokens // page_size), page_size, max_running_requests, snapshots, snapshot_dtype)

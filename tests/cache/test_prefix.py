@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers import randomise, tiny_config
 from models import VOCAB, checkpoint, small_llm
 
 from berrylm_ref import LLM, BerryLM, SamplingParams
@@ -81,6 +82,16 @@ def test_no_buffer_reuses_exactly_the_end_of_a_request():
     turn = tokens + out.token_ids + [5]
     again = ask(llm, turn)
     assert again.cached_tokens == 70 + 9 - 1
+    assert again.token_ids == ask(small_llm(prefix_cache="off"), turn).token_ids
+
+
+def test_no_buffer_keeps_the_end_of_a_request_that_made_one_token():
+    """Its prompt had been filed already, so that the state at its end looked like nothing new."""
+    llm = small_llm(prefix_cache="no_buffer", page_size=1)
+    tokens = prompt(70)
+    turn = tokens + ask(llm, tokens, max_tokens=1).token_ids + [5]
+    again = ask(llm, turn)
+    assert again.cached_tokens == 70
     assert again.token_ids == ask(small_llm(prefix_cache="off"), turn).token_ids
 
 
@@ -202,3 +213,23 @@ def test_a_strategy_that_cannot_be_honoured_is_refused_with_the_reason(asked, fa
 def test_sizes_are_checked_by_name(name, value):
     with pytest.raises(ValueError, match=f"LLM: {name}: expected an integer, 1 or more, got"):
         LLM(checkpoint(), **{name: value})
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "1", True])
+def test_snapshot_bytes_are_checked_and_may_be_zero(value):
+    """-1 passed and broke the books of the pool."""
+    with pytest.raises(ValueError, match="LLM: snapshot_bytes: expected an integer, 0 or more, got"):
+        LLM(checkpoint(), snapshot_bytes=value)
+    llm, tokens = small_llm(snapshot_bytes=0), prompt(200)
+    assert ask(llm, tokens).token_ids == ask(llm, tokens).token_ids
+    assert ask(llm, tokens).cached_tokens == 0
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+def test_models_of_one_kind_of_layer_get_a_cache_too(tmp_path, interval):
+    """Without a linear layer a snapshot has no bytes, and their number was a division by zero."""
+    config = tiny_config(num_hidden_layers=2, full_attention_interval=interval, attn_res_block_size=1)
+    randomise(BerryLM(config), seed=1).save_pretrained(tmp_path)
+    llm, tokens = LLM(tmp_path, dtype="float64"), prompt(200)
+    first, second = ask(llm, tokens), ask(llm, tokens)
+    assert first.token_ids == second.token_ids and second.cached_tokens == 192

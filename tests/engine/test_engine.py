@@ -315,12 +315,21 @@ def test_text_in_text_out_and_stop_strings_over_token_boundaries():
         ([[True]], "got True"),
         (["text"], "the model folder has no tokenizer.json, got text"),
         ([5], "expected text or a list of token ids, got int"),
+        (["a\ud800"], "the model folder has no tokenizer.json, got text"),
     ],
 )
 def test_bad_prompts_are_refused_before_anything_runs(prompts, message):
     llm = small_llm()
     with pytest.raises(ValueError, match=f"generate: prompts: .*{message}"):
         llm.generate([[1, 2], *prompts])
+    with pytest.raises(ValueError, match="prompts: expected Unicode text"):
+        small_llm(with_tokenizer=True).generate("a\ud800")
+    for wrong in (None, 5):
+        with pytest.raises(ValueError, match="prompts: expected a list of texts or"):
+            llm.generate(wrong)
+    for wrong in ({"temperature": 0}, [{"temperature": 0}]):
+        with pytest.raises(ValueError, match="params: expected SamplingParams, got {"):
+            llm.generate([[1]], wrong)
     with pytest.raises(ValueError, match="stop: expected only with a tokenizer"):
         llm.generate([[1]], SamplingParams(stop="x"))
     assert llm.engine.idle
