@@ -23,6 +23,7 @@ LIMIT = 1e-5  # fp32 noise is near 1e-6; any real mistake shows above 4e-5
 
 
 def main(folder: Path) -> None:
+    check((folder / "golden.safetensors").is_file(), f"expected golden.safetensors beside a checkpoint in {folder}")
     golden = load_file(folder / "golden.safetensors")
     model = BerryLM.from_pretrained(folder)
     c = model.config

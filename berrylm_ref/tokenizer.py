@@ -24,6 +24,8 @@ class Tokenizer:
         table = byte_table()
         self.token_bytes: dict[int, bytes] = {}
         for text, i in self.fast.get_vocab(with_added_tokens=True).items():
+            if i not in added and not table.keys() >= set(text):
+                raise ValueError(f"Tokenizer: {path}: expected tokens in the byte alphabet, got {text!r}")
             self.token_bytes[i] = text.encode() if i in added else bytes(table[c] for c in text)
         self.size = max(self.token_bytes, default=-1) + 1
 

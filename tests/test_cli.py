@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import httpx
@@ -81,12 +82,16 @@ def test_a_signal_ends_the_server_in_mid_stream_and_a_taken_port_is_said(server)
     process, url, command = server
     second = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert second.returncode != 0 and "address already in use" in second.stderr and "Traceback" not in second.stderr
-    body = {"prompt": [1, 2], "max_tokens": 15_000, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as response:
+    body, plain = {"prompt": [1, 2], "max_tokens": 15_000, "ignore_eos": True}, []
+    waiting = threading.Thread(target=lambda: plain.append(httpx.post(f"{url}/v1/completions", json=body, timeout=30)))
+    waiting.start()
+    with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}, timeout=30) as response:
         lines = response.iter_lines()
         assert json.loads(next(lines).removeprefix("data: "))["choices"]
         process.send_signal(signal.SIGTERM)
         begin = time.monotonic()
         process.wait(20)
         assert time.monotonic() - begin < 12
+    waiting.join(10)
+    assert plain[0].status_code == 503 and plain[0].json()["error"]["type"] == "server_error"
     assert "Traceback" not in process.stderr.read()

@@ -130,6 +130,8 @@ async def drained(events: AsyncIterator[Event], http: Request) -> bool:
             work.result()
             return True
         return False
+    except asyncio.CancelledError as error:  # the server ends and waits no longer: this client is still there and is told
+        raise EngineStopped("the server is shutting down") from error
     finally:
         for task in (work, watch):
             task.cancel()

@@ -70,6 +70,10 @@ def test_damaged_and_foreign_tokenizer_files_are_refused(tmp_path):
     fast.save(str(broken))
     with pytest.raises(ValueError, match="expected a byte-level decoder, got None"):
         Tokenizer(broken)
+    text = byte_tokenizer().to_str()
+    broken.write_text(text.replace('"A":', '"A b":'))
+    with pytest.raises(ValueError, match="expected tokens in the byte alphabet, got 'A b'"):
+        Tokenizer(broken)
 
 
 def cuts(text):
