@@ -21,7 +21,7 @@ test: lint
 	$(PYTEST) $(NBVAL)
 
 lab: $(STAMP)
-	$(BIN)/jupyter lab notebooks
+	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks
 
 serve: $(STAMP)
 	$(BIN)/berrylm serve --model $(MODEL)
