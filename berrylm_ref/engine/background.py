@@ -26,7 +26,8 @@ class Listener:
     inbox: asyncio.Queue
 
     def put(self, item: Event | None) -> None:
-        self.loop.call_soon_threadsafe(self.inbox.put_nowait, item)
+        with suppress(RuntimeError):  # the loop is closed: nobody reads any more, and the others must not suffer for it
+            self.loop.call_soon_threadsafe(self.inbox.put_nowait, item)
 
 
 class BackgroundEngine:

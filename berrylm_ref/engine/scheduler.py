@@ -4,9 +4,9 @@
                                     in the caches       in this forward       later
 
 Decodes come first, then prefill chunks in the order of arrival. A chunk that does not finish its prompt ends on the state
-grid, so that states can be kept there. When pages run out the youngest sequence is retracted: what it computed stays in the tree
-as long as there is room, and it goes back to the head of the queue. The oldest is never retracted for others, so everyone gets
-through.
+grid, so that states can be kept there; one step of the grid fits whatever the decodes took. When pages run out the youngest
+sequence is retracted: what it computed stays in the tree as long as there is room, and it goes back to the head of the queue.
+The oldest is never retracted for others, so everyone gets through.
 """
 
 from collections import deque
@@ -72,6 +72,7 @@ class Scheduler:
             if decodes and budget and self._make_room(running, len(running.tokens)):
                 parts.append(Part(running, running.consumed, len(running.tokens), []))
                 budget -= 1
+        budget = max(budget, self.cache.grid)  # one grid step of prefill at least, or decodes keep everyone else out
         for running in self.running:
             if running.consumed < len(running.tokens) - 1:
                 budget = self._add_chunk(parts, running, budget)

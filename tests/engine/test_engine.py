@@ -214,6 +214,36 @@ def test_a_reader_slower_than_the_engine_gets_every_piece(n):
         assert [e.finish_reason for e in mine] == [None] * 19 + ["length"]
 
 
+def test_a_reader_whose_event_loop_is_gone_does_not_end_the_engine():
+    """Its text arrived at a closed loop, and that ended the engine for everyone else."""
+    llm = small_llm()
+    stepping, go, step = threading.Event(), threading.Event(), llm.engine.step
+    params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+
+    def slow_step():
+        stepping.set()
+        go.wait(10)
+        return step()
+
+    llm.engine.step = slow_step
+
+    async def leave():
+        background = BackgroundEngine(llm.engine)
+        reader = asyncio.create_task(anext(background.stream(llm.requests([1, 2], params))))
+        await asyncio.to_thread(stepping.wait, 10)
+        reader.cancel()
+        return background
+
+    async def read(background):
+        return [event async for event in background.stream(llm.requests([3, 4], params))]
+
+    background = asyncio.run(leave())
+    go.set()
+    assert len(asyncio.run(asyncio.wait_for(read(background), 20))) == 50
+    background.stop()
+    assert llm.engine.idle
+
+
 def test_a_request_sent_while_the_engine_breaks_is_told():
     """PFX-3: it waited in the queue of an engine that had ended, for ever."""
     llm = small_llm()
@@ -258,6 +288,20 @@ def test_nobody_starves_behind_small_requests():
         if long.finished:
             break
     assert long.finished and i < 120
+
+
+@pytest.mark.parametrize("length", [3, 150])
+def test_a_long_answer_does_not_keep_others_out_of_the_smallest_budget(length):
+    """Its decode took one of the 64 tokens, a chunk of the grid no longer fitted: everyone else waited for its end."""
+    llm = small_llm(max_running_requests=4, chunked_prefill_size=64)
+    long = llm.requests([1, 2], SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True))[0]
+    short = llm.requests(TRUNK[:length], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))[0]
+    llm.engine.add(long)
+    llm.engine.step()
+    llm.engine.add(short)
+    for _ in range(10):
+        llm.engine.step()
+    assert short.finished and len(long.output_ids) == 11
 
 
 def test_what_can_never_fit_is_refused_at_once_with_the_numbers():
