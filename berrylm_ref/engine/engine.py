@@ -42,9 +42,11 @@ class Engine:
         return not self.scheduler.waiting and not self.scheduler.running
 
     def add(self, request: Request) -> None:
-        """Queue a request; ValueError if it can never fit."""
+        """Queue a request; ValueError if it can never fit, or is here already: two of one would share its tokens."""
         self.scheduler.check_fits(request)
         with self._lock:
+            if request in self.scheduler.waiting or any(r.request is request for r in self.scheduler.running):
+                raise ValueError("Engine.add: request: expected one that does not run yet, got one that waits or runs already")
             self.scheduler.waiting.append(request)
 
     def cancel(self, request: Request) -> None:

@@ -152,9 +152,9 @@ class LLM:
                 for _ in run_alone(self.model, request, self._known):
                     pass
             return
-        for request in requests:
-            self.engine.add(request)
         try:
+            for request in requests:
+                self.engine.add(request)
             while not all(request.finished for request in requests):
                 self.engine.step()
         finally:
@@ -171,8 +171,8 @@ def end_token_ids(folder: str | Path, declared: tuple[int, ...]) -> frozenset[in
         more = json.loads(path.read_text()).get("eos_token_id")
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{path}: expected a JSON object, got {error}") from error
-    more = [] if more is None else [more] if isinstance(more, int) else more
-    if not isinstance(more, list) or not all(isinstance(i, int) for i in more):
+    more = [] if more is None else [more] if type(more) is int else more
+    if not isinstance(more, list) or not all(type(i) is int for i in more):  # true is no token id
         raise ValueError(f"{path}: eos_token_id: expected a token id or a list of them, got {more!r}")
     return frozenset(declared) | frozenset(more)
 

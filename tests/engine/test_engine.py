@@ -12,6 +12,7 @@ from models import VOCAB, checkpoint, small_llm
 
 from berrylm_ref import LLM, SamplingParams
 from berrylm_ref.engine.background import BackgroundEngine, EngineStopped
+from berrylm_ref.engine.llm import end_token_ids
 from berrylm_ref.engine.request import ContextLengthError
 
 TRUNK = [random.Random(4).randrange(VOCAB) for _ in range(220)]
@@ -161,6 +162,29 @@ def test_streams_side_by_side_lose_no_text():
     for _ in range(40):
         got = [got[0] + next(first, ""), got[1] + next(second, "")]
     assert got == [a.text, b.text] == [small_llm(with_tokenizer=True).generate(p, params)[0].text for p in ("one", "two")]
+
+
+def test_one_request_twice_is_refused():
+    """Both took its tokens as their own and ran out of their pages."""
+    llm = small_llm()
+    request = llm.requests(TRUNK[:70], SamplingParams(max_tokens=30, ignore_eos=True))[0]
+    stream = llm.stream(request)
+    next(stream)
+    with pytest.raises(ValueError, match="expected one that does not run yet"):
+        next(llm.stream(request))
+    assert len(list(stream)) == 29
+    again = llm.requests([1, 2], SamplingParams(max_tokens=2))[0]
+    with pytest.raises(ValueError, match="expected one that does not run yet"):
+        llm.run([again, again])
+    assert llm.engine.idle
+    llm.engine.check()
+
+
+@pytest.mark.parametrize("declared", ["true", '"5"', "[1, null]", "[true]", "{}"])
+def test_end_tokens_that_are_no_ids_are_refused(tmp_path, declared):
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {declared}}}')
+    with pytest.raises(ValueError, match="generation_config.json: eos_token_id: expected a token id or a list of them, got"):
+        end_token_ids(tmp_path, ())
 
 
 def test_a_stream_whose_request_was_cancelled_elsewhere_ends():
