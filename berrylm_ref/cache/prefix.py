@@ -65,33 +65,31 @@ class PrefixCache:
         self.pool, self.strategy, self.grid = pool, strategy, grid
         self.tree = RadixTree(pool.sizes.page_size)
 
-    @property
-    def available_pages(self) -> int:
-        """Free pages and those that eviction could free: the tree's less what running sequences lock."""
-        locked = sum(len(n.pages) for n in self.tree.nodes if n.locks)
-        return self.pool.pages.free_count + self.tree.page_count - locked
-
     def begin(self, tokens: list[int], limit: int | None = None) -> Lease | None:
-        """Match, lock and restore for a sequence that has to run ``tokens``; None while no slot is free.
+        """Match, lock, reserve pages and restore for a sequence that has to run ``tokens``.
 
-        ``limit``: reuse at most so many tokens.
+        None, with nothing held or evicted, while no slot is free or the pages can't be had. ``limit``: reuse at most so many
+        tokens.
         """
         if not self.pool.slots.free_count:
             return None
-        slot = self.pool.new_slot()
-        if self.strategy == "off":
-            return Lease(self.tree.root, slot, [], 0, 0, [])
-        match = self.tree.match(tokens, limit)
-        self.tree.lock(match.node)
-        if match.depth:
+        wanted, node, pages, depth = set(), self.tree.root, [], 0
+        if self.strategy != "off":
+            match = self.tree.match(tokens, limit)
+            node, pages, depth = match.node, list(match.pages), match.depth
+            if self.strategy == "extra_buffer":
+                count, grid = len(tokens), self.grid
+                wanted = {(count - 1) // grid * grid, count // grid * grid, match.shared // grid * grid}
+        self.tree.lock(node)
+        lease = Lease(node, 0, pages, depth, depth, sorted(d for d in wanted if d > depth))
+        if not self.reserve(lease, len(tokens)):
+            self.tree.unlock(node)
+            return None
+        lease.slot = self.pool.new_slot()
+        if depth:
             # copied now: from here on the node may lose its snapshot, and the sequence never writes into it
-            self.pool.restore(match.node.snapshot, slot)
-        wanted = set()
-        if self.strategy == "extra_buffer":
-            count, grid = len(tokens), self.grid
-            wanted = {(count - 1) // grid * grid, count // grid * grid, match.shared // grid * grid}
-        ahead = sorted(d for d in wanted if d > match.depth)
-        return Lease(match.node, slot, list(match.pages), match.depth, match.depth, ahead)
+            self.pool.restore(node.snapshot, lease.slot)
+        return lease
 
     def reserve(self, lease: Lease, tokens: int) -> bool:
         """Make room for ``tokens`` tokens in all, evicting from the tree if need be; False, and nothing taken, if it can't."""
@@ -99,10 +97,10 @@ class PrefixCache:
         if missing <= 0:
             return True
         short = missing - self.pool.pages.free_count
+        if short > self.tree.page_count - self.tree.locked_page_count:
+            return False
         if short > 0:
             self._free(self.tree.evict_pages(short))
-        if missing > self.pool.pages.free_count:
-            return False
         lease.pages += self.pool.pages.take(missing)
         return True
 

@@ -70,6 +70,7 @@ class RadixTree:
         self._used: dict[Node, None] = {}
         self._snapshot_used: dict[Node, None] = {}
         self.page_count = 0
+        self.locked_page_count = 0  # of them; the others can all be evicted, since a lock holds the whole path above it
 
     @property
     def snapshot_count(self) -> int:
@@ -142,6 +143,7 @@ class RadixTree:
 
     def lock(self, node: Node) -> None:
         for n in node.path():
+            self.locked_page_count += len(n.pages) if n.locks == 0 else 0
             n.locks += 1
 
     def unlock(self, node: Node) -> None:
@@ -149,6 +151,7 @@ class RadixTree:
             if n.locks == 0:
                 raise RuntimeError(f"RadixTree.unlock: the node at depth {n.depth} is not locked")
             n.locks -= 1
+            self.locked_page_count -= len(n.pages) if n.locks == 0 else 0
 
     def evict_pages(self, count: int) -> Freed:
         """Free at least ``count`` pages if unlocked leaves hold so many, least recently used first."""
@@ -194,6 +197,8 @@ class RadixTree:
         assert seen - {self.root} == set(self._used), "the order of use and the tree hold different nodes"
         assert len(snapshots) == len(self._snapshot_used), "the order of use holds a node without a snapshot"
         assert len(pages) == len(set(pages)) == self.page_count, "a page is filed twice or miscounted"
+        locked = sum(len(n.pages) for n in self._used if n.locks)
+        assert locked == self.locked_page_count, "locked pages are miscounted"
         assert len(snapshots) == len(set(snapshots)), "a snapshot is filed twice"
 
     def _agree(self, key: list[int], tokens: list[int], at: int) -> int:

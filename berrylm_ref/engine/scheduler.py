@@ -114,9 +114,6 @@ class Scheduler:
         lease = self.cache.begin(tokens, limit=0 if scored else None)
         if lease is None:
             return None
-        if not self.cache.reserve(lease, len(tokens)):
-            self.cache.end(lease, tokens[: lease.depth])
-            return None
         running = Running(request, lease, lease.depth)
         if request.cached_tokens is None:  # what a retracted one finds again is its own work
             request.cached_tokens = lease.depth

@@ -143,6 +143,27 @@ def test_cancelling_a_hit_before_its_first_step_leaves_nothing_behind():
     assert all(r.finished for r in requests)
 
 
+def test_a_request_that_must_wait_evicts_nothing():
+    """A large request at the head of the queue once emptied the tree, step after step, and was not admitted for it."""
+    llm = small_llm(max_total_tokens=640, max_running_requests=4)
+    engine, tree = llm.engine, llm.engine.cache.tree
+    ask(llm, prompt(200))
+    kept = tree.page_count
+    running = llm.requests(prompt(300, seed=3), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))[0]
+    engine.add(running)
+    engine.step()
+    before = tree.page_count
+    assert before >= kept
+    engine.add(llm.requests(prompt(400, seed=4), GREEDY)[0])
+    for _ in range(5):
+        engine.step()
+        engine.check()
+        assert len(engine.scheduler.waiting) == 1 and tree.page_count == before
+    while not engine.idle:
+        engine.step()
+    engine.check()
+
+
 def test_padding_rows_never_touch_a_live_slot():
     """CACHE-2: slot 0 and page 0 belong to nobody, full of NaN or not."""
     model = BerryLM.from_pretrained(checkpoint(), dtype="float64")
