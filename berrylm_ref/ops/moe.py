@@ -44,7 +44,8 @@ def moe(
 
     x [P, D]; router [E, D], its logits in x's dtype; gate_up_proj [E, 2I, D], gate rows first; down_proj [E, D, I]; the shared
     expert's gate and up projections [Is, D] each, its down projection [D, Is], and its gate [1, D]. Weights are cast to x's
-    dtype, experts are added in the order of their ids, so a token's result does not depend on its neighbours. Returns [P, D].
+    dtype; experts are added in the order of their ids, whoever the neighbours are (the products may still round differently
+    with the number of rows). Returns [P, D].
     """
     E, twice, D = gate_up_proj.shape
     if tuple(down_proj.shape) != (E, D, twice // 2) or tuple(router.shape) != (E, D) or x.shape[-1] != D:

@@ -19,7 +19,7 @@ SAMPLING_FIELDS = (
     "temperature", "top_k", "top_p", "min_p", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "seed", "n",
     "presence_penalty", "frequency_penalty", "repetition_penalty",
 )  # fmt: skip
-Number = StrictInt | StrictFloat | None
+Number = StrictFloat | StrictInt | None  # float first: what fits neither is called no valid number
 
 
 class StreamOptions(BaseModel):
