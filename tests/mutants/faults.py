@@ -434,4 +434,33 @@ FAULTS: list[Fault] = [
         "wanted = {",
         "a prompt that ends on the grid finds nothing the second time",
     ),
+    # 11 engine
+    Fault(
+        "11_engine",
+        "berrylm_ref/engine/sampler.py",
+        "column([to_int64(r.seed) for r in rows], torch.long)",
+        "column([to_int64(rows[0].seed) for r in rows], torch.long)",
+        "every row of a batch draws with the first one's seed",
+    ),
+    Fault(
+        "11_engine",
+        "berrylm_ref/cache/prefix.py",
+        "slot = self.pool.new_slot()",
+        "slot = self.pool.slots.take(1)[0]",
+        "a slot is handed on with its last owner's state",
+    ),
+    Fault(
+        "11_engine",
+        "berrylm_ref/engine/engine.py",
+        "                    self.scheduler.release(running)\n                    return",
+        "                    self.scheduler.running.remove(running)\n                    return",
+        "a cancelled request keeps its pages",
+    ),
+    Fault(
+        "11_engine",
+        "berrylm_ref/engine/scheduler.py",
+        "return budget - (end - start)",
+        "return budget",
+        "pieces of prompts are not charged to the budget",
+    ),
 ]
