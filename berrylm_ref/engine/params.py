@@ -15,8 +15,8 @@ class SamplingParams:
     token. max_tokens: most new tokens, None as many as the context holds. stop: strings that end the text (they are cut off);
     stop_token_ids: ids that end it; ignore_eos: run on past the model's end tokens. seed: fixes the draws of this request,
     independent of its neighbours, taken modulo 2^64. n: choices. logprobs: None, or how many alternatives (0..20) to report
-    beside each chosen token; prompt_logprobs: the same for the prompt's own tokens. Presence and frequency penalties (-2..2) count the generated
-    tokens, the repetition penalty (1e-6..1e6) those of the prompt too.
+    beside each chosen token; prompt_logprobs: the same for the prompt's own tokens. Presence and frequency penalties (-2..2)
+    count the generated tokens, the repetition penalty (1e-6..1e6) those of the prompt too.
     """
 
     temperature: float = 1.0
