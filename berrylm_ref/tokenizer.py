@@ -47,9 +47,6 @@ class Tokenizer:
         """The raw bytes of one token; none for an id that the tokenizer does not know."""
         return self.token_bytes.get(token, b"")
 
-    def id_of(self, token: str) -> int | None:
-        return self.fast.token_to_id(token)
-
 
 def byte_table() -> dict[str, int]:
     """Byte-level BPE writes every byte as one printable character; this maps them back.

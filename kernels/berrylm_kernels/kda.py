@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from . import kda_front, kda_state
-from .kda_args import INTERPRETED, INTRA, KDACall, Scratch, check_call
+from .arguments import INTERPRETED
+from .kda_args import INTRA, KDACall, Scratch, check_call
 from .kda_decode import kda_decode_step
 
 __all__ = ["INTRA", "TIERS", "chunk_kda", "chunk_kda_tier", "hopper_available", "kda_decode_step"]

@@ -10,18 +10,12 @@ import torch
 import triton
 from torch import Tensor
 
+from .arguments import INTERPRETED, expect_shape
+
 CHUNK = 64  # tokens a chunk; the front kernel's ladder has log2(CHUNK) levels
 INTRA = ("dyadic", "difference", "clamped", "sglang")
 MIN_WIDTH, MAX_WIDTH = 16, 256  # of K and V
 SGLANG_TILES = 256  # its heuristic: chunks * value heads up to which it takes the fused, clamped form
-
-
-@triton.jit
-def _probe():
-    pass
-
-
-INTERPRETED = not isinstance(_probe, triton.JITFunction)  # TRITON_INTERPRET=1 when triton was imported
 
 
 @dataclass(slots=True)
@@ -81,8 +75,8 @@ def check_call(
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     if use_gate_in_kernel:
-        _check_shape(op, "A_log", A_log, (HV,))
-        _check_shape(op, "dt_bias", dt_bias, (HV * K,))
+        expect_shape(op, "A_log", A_log, (HV,))
+        expect_shape(op, "dt_bias", dt_bias, (HV * K,))
         A_log, dt_bias = A_log.contiguous(), dt_bias.contiguous()
     elif A_log is not None or dt_bias is not None or lower_bound is not None:
         raise ValueError(f"{op}: A_log, dt_bias, lower_bound: expected only with use_gate_in_kernel=True, got them without")
@@ -91,7 +85,7 @@ def check_call(
         lengths = _check_offsets(op, cu_seqlens, B, T)
         B = cu_seqlens.numel() - 1  # sequences from here on
     if initial_state is not None:
-        _check_shape(op, "initial_state", initial_state, (B, HV, K, V))
+        expect_shape(op, "initial_state", initial_state, (B, HV, K, V))
         initial_state = initial_state.contiguous()
     for name, x in (("A_log", A_log), ("dt_bias", dt_bias), ("initial_state", initial_state)):
         if x is not None:
@@ -119,10 +113,10 @@ def _check_tensors(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Te
             raise ValueError(f"{op}: {name}: expected 4 dimensions [B, T, heads, width], got shape {tuple(x.shape)}")
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    _check_shape(op, "k", k, (B, T, H, K))
-    _check_shape(op, "v", v, (B, T, HV, V))
-    _check_shape(op, "g", g, (B, T, HV, K))
-    _check_shape(op, "beta", beta, (B, T, HV))
+    expect_shape(op, "k", k, (B, T, H, K))
+    expect_shape(op, "v", v, (B, T, HV, V))
+    expect_shape(op, "g", g, (B, T, HV, K))
+    expect_shape(op, "beta", beta, (B, T, HV))
     if H == 0 or HV == 0 or HV % H:
         raise ValueError(f"{op}: v: expected value heads to be a multiple of the {H} key heads, got {HV}")
     for name, width in (("q", K), ("v", V)):
@@ -148,12 +142,6 @@ def _check_place(op: str, name: str, x: Tensor, device: torch.device) -> None:
         raise ValueError(f"{op}: {name}: expected float32, bfloat16 or float16, got {x.dtype}")
     if x.device != device:
         raise ValueError(f"{op}: {name}: expected device {device}, q's, got {x.device}")
-
-
-def _check_shape(op: str, name: str, x: Tensor | None, shape: tuple[int, ...]) -> None:
-    if x is None or tuple(x.shape) != shape:
-        got = "None" if x is None else f"shape {tuple(x.shape)}"
-        raise ValueError(f"{op}: {name}: expected shape {shape}, got {got}")
 
 
 def _check_offsets(op: str, cu_seqlens: Tensor, B: int, T: int) -> list[int] | None:
