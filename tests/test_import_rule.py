@@ -21,7 +21,8 @@ GROUPS = (
     ("engine",),
     ("chat", "server"),
     ("parity", "training"),
-    ("cli", "demo"),
+    ("bench",),
+    ("commands", "cli", "demo"),
 )
 RANK = {name: rank for rank, name in enumerate(name for group in GROUPS for name in group)}
 PROGRAMS = ("cli", "demo")  # these use the package as a user does, so they may import its root

@@ -1,0 +1,1 @@
+"""The commands of ``berrylm``, a file each; ``cli.py`` collects them."""
