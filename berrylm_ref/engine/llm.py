@@ -32,7 +32,7 @@ class LLM:
 
     def __init__(
         self,
-        folder: str | Path,
+        folder: str | Path | BerryLM,
         dtype: torch.dtype | str = "float32",
         device: str = "cpu",
         backend: str | Backend = "auto",
@@ -51,10 +51,14 @@ class LLM:
         for name, value in (("max_total_tokens", max_total_tokens), ("chunked_prefill_size", chunked_prefill_size)):
             positive(name, value, optional=True)
         positive("snapshot_bytes", snapshot_bytes, optional=True, least=0)
-        self.model = BerryLM.from_pretrained(folder, dtype=dtype, device=device, backend=backend, kda_intra=kda_intra)
+        ready = isinstance(folder, BerryLM)  # see from_model
+        self.model = folder if ready else BerryLM.from_pretrained(
+            folder, dtype=dtype, device=device, backend=backend, kda_intra=kda_intra
+        )
         self.config = self.model.config
-        self.tokenizer = Tokenizer.from_folder(folder)
-        self.end_ids = end_token_ids(folder, self.config.eos_token_ids)
+        self.tokenizer = None if ready else Tokenizer.from_folder(folder)
+        declared = self.config.eos_token_ids
+        self.end_ids = frozenset(declared) if ready else end_token_ids(folder, declared)
         if self.tokenizer and self.tokenizer.size > self.config.vocab_size:
             raise ValueError(
                 f"LLM: tokenizer.json: expected ids below vocab_size = {self.config.vocab_size}, got {self.tokenizer.size - 1}"
@@ -81,6 +85,15 @@ class LLM:
             budget = chunked_prefill_size or (8192 if self.model.device.type == "cuda" else 2048)
             cache = PrefixCache(pool, strategy, ops.state_grid)
             self.engine = Engine(self.model, cache, max_running=max_running_requests, token_budget=budget, known=self._known)
+
+    @classmethod
+    def from_model(cls, model: BerryLM, **options) -> "LLM":
+        """An engine around a model that is in memory already, for token ids. ``options``: those of LLM that load nothing."""
+        loading = sorted(options.keys() & {"dtype", "device", "backend", "kda_intra"})
+        if not isinstance(model, BerryLM) or loading:
+            got = f"{loading[0]}, which the model has settled" if loading else type(model).__name__
+            raise ValueError(f"LLM.from_model: model, options: expected a BerryLM and options of the engine, got {got}")
+        return cls(model, **options)
 
     def generate(
         self, prompts: list[str] | list[list[int]] | str, params: SamplingParams | list[SamplingParams] | None = None
