@@ -27,12 +27,14 @@ class StopStrings:
     """Passes text through until a stop string; holds back only a tail that can still become one.
 
     The stop that *ends* first wins, of those the one that starts first; ``stopped`` is set and nothing passes afterwards.
+    ``matched`` is that stop.
     """
 
     def __init__(self, stops: tuple[str, ...]):
         self._stops = stops
         self._held = ""
         self.stopped = False
+        self.matched: str | None = None
 
     def feed(self, text: str) -> str:
         """The part of what came so far that is certainly before any stop."""
@@ -41,8 +43,9 @@ class StopStrings:
         text = self._held + text
         ends = [(at + len(s), at) for s in self._stops if (at := text.find(s)) >= 0]
         if ends:
-            self.stopped, self._held = True, ""
-            return text[: min(ends)[1]]
+            end, at = min(ends)
+            self.stopped, self.matched, self._held = True, text[at:end], ""
+            return text[:at]
         longest = max(len(s) for s in self._stops) - 1
         for length in range(min(longest, len(text)), 0, -1):
             tail = text[-length:]

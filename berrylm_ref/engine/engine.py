@@ -120,13 +120,14 @@ class Engine:
 
 def wants_prompt_logprobs(part: Part) -> bool:
     request = part.running.request
-    return request.params.prompt_logprobs is not None and part.start < len(request.prompt_ids) and not request.output_ids
+    wanted = request.params.prompt_logprobs is not None and part.end >= request.score_from
+    return wanted and part.start < len(request.prompt_ids) and not request.output_ids
 
 
 def add_prompt_logprobs(part: Part, logits: torch.Tensor) -> None:
     """Row i of the part scores token start + i + 1; after a retraction only what is not there yet is added."""
     request = part.running.request
-    found = request.prompt_logprobs = request.prompt_logprobs or [None]
+    found = request.prompt_logprobs = request.prompt_logprobs or [None] * max(1, request.score_from)
     first = len(found)  # the next prompt token without a score
     targets = request.prompt_ids[max(first, part.start + 1) : part.end + 1]
     if targets:

@@ -40,6 +40,7 @@ class Request:
     cached_tokens: int | None = None  # None until it is admitted
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    score_from: int = 0  # with params.prompt_logprobs: the first position scored; the reused prefix may reach up to it
 
     def __post_init__(self):
         self.tokens = self.prompt_ids + self.output_ids
@@ -49,6 +50,13 @@ class Request:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def matched(self) -> int | str | None:
+        """The token or the stop string that ended it; None if something else did, or nothing yet."""
+        if self.finish_reason != "stop":
+            return None
+        return self._stops.matched if self._stops.stopped else self.output_ids[-1]
 
     @property
     def row(self) -> Row:

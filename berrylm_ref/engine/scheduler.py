@@ -111,7 +111,7 @@ class Scheduler:
     def _admit(self, request: Request) -> Running | None:
         tokens = request.tokens
         scored = request.params.prompt_logprobs is not None and not request.output_ids
-        lease = self.cache.begin(tokens, limit=0 if scored else None)
+        lease = self.cache.begin(tokens, limit=max(0, request.score_from - 1) if scored else None)
         if lease is None:
             return None
         running = Running(request, lease, lease.depth)
