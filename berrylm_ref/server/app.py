@@ -1,25 +1,21 @@
 """The HTTP application: routes, and errors in OpenAI's form."""
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from sse_starlette import EventSourceResponse
 from starlette.exceptions import HTTPException
 
 from ..engine.background import BackgroundEngine, EngineStopped
-from ..engine.engine import Event
 from ..engine.llm import LLM
 from ..engine.request import ContextLengthError
-from .protocol import ApiError, CompletionAnswer, CompletionRequest
-
-CLIENT_GONE = 499  # nobody reads it; it stands in the log
+from .delivery import deliver
+from .protocol import ApiError, CompletionAnswer, CompletionRequest, check_model, check_stream, named_field
 
 
 def create_app(llm: LLM, model_name: str) -> FastAPI:
@@ -70,8 +66,7 @@ def create_app(llm: LLM, model_name: str) -> FastAPI:
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, http: Request) -> Response:
         check_model(body.model, model_name)
-        if body.stream_options is not None and not body.stream:
-            raise ApiError(400, "stream_options: expected only with stream: true", "stream_options")
+        check_stream(body.stream, body.stream_options)
         try:
             params = body.sampling_params()
             requests = [r for prompt in body.prompts() for r in llm.requests(prompt, params)]
@@ -81,73 +76,10 @@ def create_app(llm: LLM, model_name: str) -> FastAPI:
             raise ApiError(400, str(error), "prompt", "context_length_exceeded") from error
         except ValueError as error:
             raise ApiError(400, str(error), named_field(str(error))) from error
-        if not app.state.engine.alive:
-            raise EngineStopped("the engine has stopped")
         answer = CompletionAnswer(requests, model_name, llm.tokenizer)
-        events = app.state.engine.stream(requests)
-        if body.stream:
-            usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-            return EventSourceResponse(chunks(answer, events, usage))
-        if not await drained(events, http):
-            return Response(status_code=CLIENT_GONE)
-        return JSONResponse(answer.whole())
+        return await deliver(http, app.state.engine, answer, requests, bool(body.stream), body.stream_options)
 
     return app
-
-
-async def chunks(answer: CompletionAnswer, events: AsyncIterator[Event], usage: bool) -> AsyncIterator[str]:
-    """Server-sent events: a chunk where text or an end came, the usage chunk if asked for, [DONE]."""
-    extra = {"usage": None} if usage else {}
-    try:
-        async with aclosing(events):
-            async for event in events:
-                if event.text or event.finish_reason or answer.tokenizer is None:
-                    yield json.dumps({**answer.chunk(event), **extra})
-    except EngineStopped as error:  # the status has been sent; the client reads it here
-        yield json.dumps(ApiError(503, str(error)).body)
-        return
-    if usage:
-        yield json.dumps({**answer.head, "choices": [], "usage": answer.usage()})
-    yield "[DONE]"
-
-
-async def drained(events: AsyncIterator[Event], http: Request) -> bool:
-    """Read ``events`` to the end; False if the client went away first (the framework tells only streaming handlers)."""
-
-    async def drain() -> None:
-        async with aclosing(events):
-            async for _ in events:
-                pass
-
-    async def gone() -> None:
-        while not await http.is_disconnected():
-            await asyncio.sleep(0.1)
-
-    work, watch = asyncio.create_task(drain()), asyncio.create_task(gone())
-    try:
-        await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            work.result()
-            return True
-        return False
-    except asyncio.CancelledError as error:  # the server ends and waits no longer: this client is still there and is told
-        raise EngineStopped("the server is shutting down") from error
-    finally:
-        for task in (work, watch):
-            task.cancel()
-        await asyncio.gather(work, watch, return_exceptions=True)
-
-
-def check_model(asked: str | None, served: str) -> None:
-    if asked is not None and asked != served:
-        raise ApiError(404, f"model: expected {served!r}, got {asked!r}", "model", "model_not_found")
-
-
-def named_field(message: str) -> str | None:
-    """The argument that an error of ours names: "operation: argument: expected ..., got ..."."""
-    parts = message.split(": ")
-    name = parts[1] if len(parts) > 2 else None
-    return "prompt" if name == "prompts" else name
 
 
 def validation_error(error: RequestValidationError) -> ApiError:

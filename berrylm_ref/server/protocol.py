@@ -74,6 +74,23 @@ class ApiError(Exception):
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+def check_model(asked: str | None, served: str) -> None:
+    if asked is not None and asked != served:
+        raise ApiError(404, f"model: expected {served!r}, got {asked!r}", "model", "model_not_found")
+
+
+def check_stream(stream: bool | None, options: StreamOptions | None) -> None:
+    if options is not None and not stream:
+        raise ApiError(400, "stream_options: expected only with stream: true", "stream_options")
+
+
+def named_field(message: str) -> str | None:
+    """The argument that an error of ours names: "operation: argument: expected ..., got ..."."""
+    parts = message.split(": ")
+    name = parts[1] if len(parts) > 2 else None
+    return "prompt" if name == "prompts" else name
+
+
 class CompletionAnswer:
     """The text_completion objects of one call, whole or in chunks; choices are counted prompt by prompt."""
 
@@ -93,8 +110,13 @@ class CompletionAnswer:
         choices = [self._choice(r, r.text, r.output_ids, r.logprobs) for r in self.requests]
         return {**self.head, "choices": choices, "usage": self.usage()}
 
-    def chunk(self, event: Event) -> dict[str, Any]:
+    def opening(self) -> list[dict[str, Any]]:
+        return []
+
+    def chunks(self, event: Event) -> list[dict[str, Any]]:
         """What came since this request's last chunk: the event's text, the tokens, and the reason when it was the last."""
+        if not event.text and not event.finish_reason and self.tokenizer is not None:
+            return []
         request, end = event.request, event.made
         begin, self.sent[request] = self.sent[request], end
         choice = self._choice(request, event.text, request.output_ids[begin:end], request.logprobs[begin:end])
@@ -102,7 +124,7 @@ class CompletionAnswer:
             offsets = [self.offset[request] + x for x in choice["logprobs"]["text_offset"]]
             self.offset[request] += sum(map(len, choice["logprobs"]["tokens"]))
             choice["logprobs"]["text_offset"] = offsets
-        return {**self.head, "choices": [{**choice, "finish_reason": event.finish_reason}]}
+        return [{**self.head, "choices": [{**choice, "finish_reason": event.finish_reason}]}]
 
     def usage(self) -> dict[str, Any]:
         """Each prompt once, however many choices it has; the completions summed."""
