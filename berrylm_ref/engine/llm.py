@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -56,6 +57,7 @@ class LLM:
             folder, dtype=dtype, device=device, backend=backend, kda_intra=kda_intra
         )
         self.config = self.model.config
+        self.folder = None if ready else Path(folder)
         self.tokenizer = None if ready else Tokenizer.from_folder(folder)
         declared = self.config.eos_token_ids
         self.end_ids = frozenset(declared) if ready else end_token_ids(folder, declared)
@@ -175,18 +177,26 @@ class LLM:
                 self.engine.cancel(request)
 
 
-def end_token_ids(folder: str | Path, declared: tuple[int, ...]) -> frozenset[int]:
-    """The union of the ids in config.json (``declared``) and generation_config.json: neither replaces the other."""
+def generation_config(folder: str | Path) -> dict[str, Any]:
+    """generation_config.json of ``folder``, {} if it has none."""
     path = Path(folder) / "generation_config.json"
     if not path.is_file():
-        return frozenset(declared)
+        return {}
     try:
-        more = json.loads(path.read_text()).get("eos_token_id")
-    except (ValueError, AttributeError) as error:
+        found = json.loads(path.read_text())
+    except ValueError as error:
         raise ValueError(f"{path}: expected a JSON object, got {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(found).__name__}")
+    return found
+
+
+def end_token_ids(folder: str | Path, declared: tuple[int, ...]) -> frozenset[int]:
+    """The union of the ids in config.json (``declared``) and generation_config.json: neither replaces the other."""
+    more = generation_config(folder).get("eos_token_id")
     more = [] if more is None else [more] if type(more) is int else more
     if not isinstance(more, list) or not all(type(i) is int for i in more):  # true is no token id
-        raise ValueError(f"{path}: eos_token_id: expected a token id or a list of them, got {more!r}")
+        raise ValueError(f"{folder}: generation_config.json: eos_token_id: expected a token id or a list of them, got {more!r}")
     return frozenset(declared) | frozenset(more)
 
 

@@ -1,7 +1,10 @@
 """One choice of one request while it runs, and what is left of it when it has ended."""
 
 import secrets
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from ..tokenizer import Tokenizer
 from .detokenizer import Detokenizer, StopStrings
@@ -41,6 +44,7 @@ class Request:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] | None = None
     score_from: int = 0  # with params.prompt_logprobs: the first position scored; the reused prefix may reach up to it
+    constraint: Callable[[Sequence[int]], Tensor | None] | None = None  # output ids -> [V] bool, what may follow; None: anything
 
     def __post_init__(self):
         self.tokens = self.prompt_ids + self.output_ids
@@ -60,7 +64,8 @@ class Request:
 
     @property
     def row(self) -> Row:
-        return Row(self.params, self.seed, self.prompt_ids, self.output_ids)
+        allowed = self.constraint(self.output_ids) if self.constraint else None
+        return Row(self.params, self.seed, self.prompt_ids, self.output_ids, allowed)
 
     def append(self, token: int) -> str:
         """Take the next token; returns the text that became certain. Sets ``finish_reason`` when it was the last."""

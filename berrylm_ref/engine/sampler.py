@@ -42,7 +42,7 @@ def sample(logits: Tensor, rows: list[Row], known: int | None = None) -> Tensor:
     scores = _penalise(scores, rows)
     for i, row in enumerate(rows):
         if row.allowed is not None:
-            scores[i] = scores[i].masked_fill(~row.allowed, float("-inf"))
+            scores[i] = scores[i].masked_fill(~row.allowed.to(scores.device), float("-inf"))
     tokens = scores.argmax(-1)
     drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
     if drawn:
