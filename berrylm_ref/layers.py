@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from .backend import Backend
 from .cache.batch import Batch
 from .config import LINEAR, BerryLMConfig
+from .merged import Merged
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -32,12 +33,14 @@ class AttnRes(nn.Module):
         self.gate = nn.Parameter(torch.zeros(()))
 
 
-class KimiDeltaAttention(nn.Module):
+class KimiDeltaAttention(Merged):
     """Linear attention: projections, short convolution, forget gate, the recurrence, gated norm (arXiv:2510.26692).
 
     A_log and dt_bias stay fp32 when the module is cast to bf16 or fp16: rounded, a decay rate moves by up to 0.8 %, and it
     compounds.
     """
+
+    merged = ("in_proj_qkv", "in_proj_z", "f_down_proj", "in_proj_b")  # the narrow one last: the others begin aligned
 
     def __init__(self, config: BerryLMConfig):
         super().__init__()
@@ -71,8 +74,8 @@ class KimiDeltaAttention(nn.Module):
         c = self.config
         H, K = c.linear_num_key_heads, c.linear_key_head_dim
         HV, V = c.linear_num_value_heads, c.linear_value_head_dim
-        qkv, z = self.in_proj_qkv(x), self.in_proj_z(x)
-        raw_gate, beta = self.f_up_proj(self.f_down_proj(x)), self.in_proj_b(x)
+        qkv, z, down, beta = self.project(x)
+        raw_gate = self.f_up_proj(down)
         weight = self.conv1d.weight.squeeze(1)  # [C, W]
         if batch.decode_only:
             o = ops.kda_decode_step(
@@ -99,8 +102,10 @@ class KimiDeltaAttention(nn.Module):
         return self.out_proj(o.flatten(-2))
 
 
-class GatedAttention(nn.Module):
+class GatedAttention(Merged):
     """Full attention: grouped queries, per-head norm of q and k, partial rotary, sigmoid output gate."""
+
+    merged = ("q_proj", "k_proj", "v_proj")
 
     def __init__(self, config: BerryLMConfig):
         super().__init__()
@@ -117,8 +122,9 @@ class GatedAttention(nn.Module):
     def forward(self, x: Tensor, batch: Batch, layer: int, rope: tuple[Tensor, Tensor], ops: Backend) -> Tensor:
         """x [P, D] -> [P, D]; ``layer`` counts the full layers."""
         c = self.config
-        q = self.q_proj(x).unflatten(-1, (c.num_attention_heads, -1))  # [P, heads, 2D]: query and gate, head by head
-        k, v = (p(x).unflatten(-1, (c.num_key_value_heads, -1)) for p in (self.k_proj, self.v_proj))
+        q, k, v = self.project(x)
+        q = q.unflatten(-1, (c.num_attention_heads, -1))  # [P, heads, 2D]: query and gate, head by head
+        k, v = (y.unflatten(-1, (c.num_key_value_heads, -1)) for y in (k, v))
         q, k, gate = ops.qk_norm_rope(
             q, k, self.q_norm.weight, self.k_norm.weight, c.rms_norm_eps, *rope, output_gate=c.attn_output_gate
         )

@@ -194,7 +194,7 @@ CASES = {
     "attn_res, D = 2048": by_name(attnres._attn_res_kernel, D=2048, BD=2048, **MIXER, registers=88),
     "attn_res, D = 8192": by_name(attnres._attn_res_kernel, num_warps=16, D=8192, BD=8192, **MIXER, registers=128),
     "add_rms_norm": by_name(norm._rms_norm_kernel, BR=1, D=2048, BD=2048, **ADD, registers=40),
-    "gated_rms_norm": by_name(norm._gated_rms_norm_kernel, D=128, BR=16, BD=128, registers=48),
+    "gated_rms_norm": by_name(norm._gated_rms_norm_kernel, H=32, D=128, BR=16, BD=128, registers=48),
     "qk_norm_rope": by_name(qk_rope._qk_norm_rope_kernel, **ROPE, options=UNFUSED, registers=64),
     "causal_conv": by_name(conv._conv_kernel, num_warps=8, **CONV, registers=104),
     "decode attention": decode(shared=75 * 1024, registers=170),  # three programs a multiprocessor

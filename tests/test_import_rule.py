@@ -17,7 +17,7 @@ GROUPS = (
     ("config", "ops", "tokenizer"),
     ("shadow", "backend", "weights"),
     ("cache",),
-    ("layers", "model"),
+    ("merged", "layers", "model"),
     ("engine",),
     ("chat", "server"),
     ("parity", "training"),

@@ -39,12 +39,16 @@ def _rms_norm_kernel(
 
 
 @triton.jit(do_not_specialize=["R", "eps"])
-def _gated_rms_norm_kernel(x, z, weight, out, stride_x, stride_z, R, eps, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+def _gated_rms_norm_kernel(
+    x, z, weight, out, stride_x, stride_xh, stride_z, stride_zh, R, eps,
+    H: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """A row is one head of one token."""
     o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)[:, None]
     o_d = tl.arange(0, BD)[None, :]
     m = (o_r < R) & (o_d < D)
-    b_x = tl.load(x + o_r * stride_x + o_d, mask=m, other=0.0).to(tl.float32)
-    b_z = tl.load(z + o_r * stride_z + o_d, mask=m, other=0.0).to(tl.float32)
+    b_x = tl.load(x + o_r // H * stride_x + o_r % H * stride_xh + o_d, mask=m, other=0.0).to(tl.float32)
+    b_z = tl.load(z + o_r // H * stride_z + o_r % H * stride_zh + o_d, mask=m, other=0.0).to(tl.float32)
     b_w = tl.load(weight + o_d, mask=o_d < D, other=0.0).to(tl.float32)
     b_y = b_x * tl.rsqrt(tl.sum(b_x * b_x, 1)[:, None] / D + eps)
     b_y = b_w * b_y.to(x.dtype.element_ty).to(tl.float32)
@@ -97,17 +101,19 @@ def add_rms_norm(h: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tens
 def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     """rms_norm of x, cast to x's dtype, times the plain weight, times silu(z) in fp32, cast: the norm before the gate.
 
-    x, z [..., V], weight [V] (centred at 1).
+    x, z [..., V], weight [V] (centred at 1). Of [P, heads, V] any strides between tokens and between heads are read in place.
     """
     expect_floats("gated_rms_norm", x=x, z=z, weight=weight)
     expect_shape("gated_rms_norm", "z", z, tuple(x.shape))
     expect_shape("gated_rms_norm", "weight", weight, tuple(x.shape[-1:]))
-    rows, gates = packed_rows(x), packed_rows(z)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    (R, D), (BR, BD, warps) = rows.shape, _tile(x.shape[-1])
-    if R:
-        _gated_rms_norm_kernel[(triton.cdiv(R, BR),)](
-            rows, gates, weight.contiguous(), out, rows.stride(0), gates.stride(0), R, eps, D, BR, BD, num_warps=warps
+    if x.dim() != 3:
+        x, z = (packed_rows(t).unsqueeze(1) for t in (x, z))
+    x, z = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, z))
+    (P, H, D), (BR, BD, warps) = x.shape, _tile(x.shape[-1])
+    if P * H:
+        _gated_rms_norm_kernel[(triton.cdiv(P * H, BR),)](
+            x, z, weight.contiguous(), out, *x.stride()[:2], *z.stride()[:2], P * H, eps, H, D, BR, BD, num_warps=warps
         )
     return out
 

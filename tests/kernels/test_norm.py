@@ -68,6 +68,20 @@ def test_rows_of_a_wider_buffer_are_read_in_place_and_nothing_beside_them():
     check("gated_rms_norm", got, ops.gated_rms_norm, wide[:, 1].contiguous(), wide[:, 1].contiguous(), w, EPS)
 
 
+def test_heads_of_a_wider_projection_are_read_in_place():
+    """The gate is a column block of one product of all projections: a copy of it would be a launch and twice its bytes."""
+    x, z, w = randn(6, 4, 48), randn(6, 4, 48, seed=1), 1 + 0.2 * randn(48, seed=2)
+    wide = torch.full((6, 300), float("nan"), device=DEVICE)
+    wide[:, 20 : 20 + 192] = z.flatten(1)
+    column = wide[:, 20 : 20 + 192].unflatten(-1, (4, 48))
+    assert column.stride() == (300, 48, 1)
+    want = kernels.gated_rms_norm(x, z, w, EPS)
+    assert torch.equal(kernels.gated_rms_norm(x, column, w, EPS), want)
+    by_head = x.transpose(0, 1).contiguous().transpose(0, 1)  # heads apart, too
+    assert torch.equal(kernels.gated_rms_norm(by_head, column, w, EPS), want)
+    check("gated_rms_norm", want, ops.gated_rms_norm, x, z, w, EPS)
+
+
 def test_a_transposed_view_is_handled():
     x, w = randn(48, 6).T, randn(48, seed=1)
     check("rms_norm", kernels.rms_norm(x, w, EPS), ops.rms_norm, x, w, EPS)

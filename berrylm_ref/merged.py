@@ -1,0 +1,64 @@
+"""Linear maps of the same input as one product: their weights are rows of one matrix, and each keeps its name.
+
+A decode step reads every weight once, so a product costs a launch and little else: six small ones in a row leave most of the
+memory's rate unused. A checkpoint knows nothing of this: every map stays a parameter of its own, a view of its rows.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+
+class Merged(nn.Module):
+    """A module that applies its children ``merged`` to one input. No weight exists twice.
+
+    Whatever gives a parameter new memory parts it from the others: a cast, a move, a copy of the module, assigned weights.
+    After ``_apply`` (casts and moves; memory of a new model is laid out before it is filled) they are joined at once,
+    otherwise when they are used next.
+    """
+
+    merged: tuple[str, ...]
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        for kind in ("weight", "bias"):
+            self.join(kind)
+        return self
+
+    def join(self, kind: str = "weight") -> Tensor | None:
+        """The children's weights [rows of all, in] or biases [rows of all] in one piece, made so where they are not."""
+        parts = [getattr(getattr(self, name), kind) for name in self.merged]
+        if parts[0] is None:
+            return None
+        first = parts[0].data
+        shape = (sum(len(p) for p in parts), *first.shape[1:])
+        if not _in_one_piece(parts):
+            if len({(p.dtype, p.device) for p in parts}) > 1:
+                got = ", ".join(f"{name} {p.dtype} on {p.device}" for name, p in zip(self.merged, parts, strict=True))
+                raise ValueError(f"{type(self).__name__}: {kind}s: expected one dtype and device for all, got {got}")
+            with torch.inference_mode(False), torch.no_grad():  # may be needed for training later
+                whole = torch.cat([p.data for p in parts])
+                for p, rows in zip(parts, whole.split([len(p) for p in parts]), strict=True):
+                    p.data = rows
+            first = whole
+        return first.as_strided(shape, first.stride())
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x [.., in] -> each child's output, in order: columns of one matrix, so rows of each lie apart."""
+        weight, bias = self.join("weight"), self.join("bias")
+        children = [getattr(self, name) for name in self.merged]
+        if torch.is_grad_enabled() and any(p.requires_grad for child in children for p in child.parameters()):
+            weight = torch.cat([child.weight for child in children])  # the views above have no history
+            bias = None if bias is None else torch.cat([child.bias for child in children])
+        return linear(x, weight, bias).split([child.out_features for child in children], -1)
+
+
+def _in_one_piece(parts: list[Tensor]) -> bool:
+    """Whether each begins where the one before it ends, in one allocation. (On the meta device nothing lies anywhere.)"""
+    begin, storage = parts[0].data_ptr(), parts[0].untyped_storage()
+    end = begin
+    for p in parts:
+        if p.data_ptr() != end or not p.is_contiguous():
+            return False
+        end += p.nbytes
+    return begin != 0 and end <= storage.data_ptr() + storage.nbytes()
