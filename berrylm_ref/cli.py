@@ -4,6 +4,7 @@ import logging
 
 import typer
 
+from .commands.bench import bench
 from .commands.generate import generate
 from .commands.serve import serve
 from .commands.shadow_report import shadow_report
@@ -11,6 +12,7 @@ from .commands.shadow_report import shadow_report
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 for command in (generate, shadow_report, serve):
     app.command()(command)
+app.add_typer(bench, name="bench")
 
 
 @app.callback()

@@ -1,0 +1,1 @@
+"""Measurements of the engine, the server and the model at full size: what ``berrylm bench`` runs."""

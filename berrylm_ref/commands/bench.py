@@ -1,0 +1,8 @@
+"""``berrylm bench``: measurements of a server or an engine (``serve``) and of the model at full size (``model``)."""
+
+import typer
+
+from .bench_serve import serve
+
+bench = typer.Typer(no_args_is_help=True, help="Measure: serve (an engine or a server under load), model (at full size).")
+bench.command()(serve)
