@@ -8,14 +8,13 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from ..engine.background import BackgroundEngine, EngineStopped
 from ..engine.llm import LLM
-from ..engine.request import ContextLengthError
-from .delivery import deliver
-from .protocol import ApiError, CompletionAnswer, CompletionRequest, check_model, check_stream, named_field
+from . import completions, generate
+from .protocol import ApiError
 
 
 def create_app(llm: LLM, model_name: str) -> FastAPI:
@@ -29,6 +28,7 @@ def create_app(llm: LLM, model_name: str) -> FastAPI:
         await asyncio.to_thread(app.state.engine.stop)
 
     app = FastAPI(title="BerryLM reference", lifespan=lifespan)
+    app.state.llm, app.state.model_name = llm, model_name
 
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: ApiError) -> JSONResponse:
@@ -63,22 +63,8 @@ def create_app(llm: LLM, model_name: str) -> FastAPI:
     async def stopped(_: Request, error: EngineStopped) -> JSONResponse:
         return JSONResponse(ApiError(503, str(error)).body, 503)
 
-    @app.post("/v1/completions")
-    async def completions(body: CompletionRequest, http: Request) -> Response:
-        check_model(body.model, model_name)
-        check_stream(body.stream, body.stream_options)
-        try:
-            params = body.sampling_params()
-            requests = [r for prompt in body.prompts() for r in llm.requests(prompt, params)]
-            for request in requests:
-                llm.check_fits(request)
-        except ContextLengthError as error:
-            raise ApiError(400, str(error), "prompt", "context_length_exceeded") from error
-        except ValueError as error:
-            raise ApiError(400, str(error), named_field(str(error))) from error
-        answer = CompletionAnswer(requests, model_name, llm.tokenizer)
-        return await deliver(http, app.state.engine, answer, requests, bool(body.stream), body.stream_options)
-
+    for router in (completions.router, generate.router):
+        app.include_router(router)
     return app
 
 
@@ -87,6 +73,8 @@ def validation_error(error: RequestValidationError) -> ApiError:
     fault = error.errors()[0]
     where = [str(x) for x in fault["loc"] if x != "body"]
     field = where[0] if where and fault["type"] != "json_invalid" else None
+    if field == "sampling_params" and len(where) > 1:
+        field = f"sampling_params.{where[1]}"
     if fault["type"] == "extra_forbidden":
-        return ApiError(400, f"{field}: this field is not supported", field, "unsupported_field")
+        return ApiError(400, f"{'.'.join(where)}: this field is not supported", field, "unsupported_field")
     return ApiError(400, f"{field or 'body'}: {fault['msg']}", field)

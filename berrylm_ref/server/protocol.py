@@ -31,7 +31,10 @@ class StreamOptions(BaseModel):
 
 
 class CompletionRequest(BaseModel):
-    """POST /v1/completions. ``prompt``: text, token ids, or a list of either."""
+    """POST /v1/completions. ``prompt``: text, token ids, or a list of either.
+
+    ``echo`` puts the prompt before the answer, and with ``logprobs`` scores it; then ``max_tokens`` may be 0.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -48,15 +51,22 @@ class CompletionRequest(BaseModel):
     ignore_eos: StrictBool | None = None
     seed: StrictInt | None = None
     logprobs: StrictInt | None = None
+    echo: StrictBool | None = None
     presence_penalty: Number = None
     frequency_penalty: Number = None
     repetition_penalty: Number = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
 
+    @property
+    def scores_only(self) -> bool:
+        return bool(self.echo) and self.max_tokens == 0
+
     def sampling_params(self) -> SamplingParams:
-        given = {name: getattr(self, name) for name in SAMPLING_FIELDS}
-        return SamplingParams(logprobs=self.logprobs, **{k: v for k, v in given.items() if v is not None})
+        given = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        if self.scores_only:
+            given["max_tokens"] = 1  # the engine's least; the answer leaves it out
+        return SamplingParams(logprobs=self.logprobs, prompt_logprobs=self.logprobs if self.echo else None, **given)
 
     def prompts(self) -> list[str | list[int]]:
         if isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int):
@@ -94,8 +104,8 @@ def named_field(message: str) -> str | None:
 class CompletionAnswer:
     """The text_completion objects of one call, whole or in chunks; choices are counted prompt by prompt."""
 
-    def __init__(self, requests: list[Request], model: str, tokenizer: Tokenizer | None):
-        self.requests, self.tokenizer = requests, tokenizer
+    def __init__(self, body: CompletionRequest, requests: list[Request], model: str, tokenizer: Tokenizer | None):
+        self.body, self.requests, self.tokenizer = body, requests, tokenizer
         self.place = {request: i for i, request in enumerate(requests)}
         self.sent = dict.fromkeys(requests, 0)  # tokens already in chunks
         self.offset = dict.fromkeys(requests, 0)  # characters in the names of those tokens
@@ -107,29 +117,31 @@ class CompletionAnswer:
         }
 
     def whole(self) -> dict[str, Any]:
-        choices = [self._choice(r, r.text, r.output_ids, r.logprobs) for r in self.requests]
+        choices = [self._choice(r, r.text, 0, len(r.output_ids), r.finish_reason) for r in self.requests]
         return {**self.head, "choices": choices, "usage": self.usage()}
 
     def opening(self) -> list[dict[str, Any]]:
-        return []
+        return []  # an echoed prompt comes with the first token: its scores are there then
 
     def chunks(self, event: Event) -> list[dict[str, Any]]:
-        """What came since this request's last chunk: the event's text, the tokens, and the reason when it was the last."""
-        if not event.text and not event.finish_reason and self.tokenizer is not None:
+        """What came since this request's last chunk: text, tokens, the reason when it was the last; nothing without a text."""
+        request = event.request
+        begin = self.sent[request]
+        if not (event.text or event.finish_reason or self.tokenizer is None or (self.body.echo and not begin)):
             return []
-        request, end = event.request, event.made
-        begin, self.sent[request] = self.sent[request], end
-        choice = self._choice(request, event.text, request.output_ids[begin:end], request.logprobs[begin:end])
+        self.sent[request] = event.made
+        choice = self._choice(request, event.text, begin, event.made, event.finish_reason)
         if choice["logprobs"]:  # offsets count on from chunk to chunk
             offsets = [self.offset[request] + x for x in choice["logprobs"]["text_offset"]]
             self.offset[request] += sum(map(len, choice["logprobs"]["tokens"]))
             choice["logprobs"]["text_offset"] = offsets
-        return [{**self.head, "choices": [{**choice, "finish_reason": event.finish_reason}]}]
+        return [{**self.head, "choices": [choice]}]
 
     def usage(self) -> dict[str, Any]:
         """Each prompt once, however many choices it has; the completions summed."""
         first = [r for r in self.requests if r.index == 0]
-        prompt, made = sum(len(r.prompt_ids) for r in first), sum(len(r.output_ids) for r in self.requests)
+        prompt = sum(len(r.prompt_ids) for r in first)
+        made = 0 if self.body.scores_only else sum(len(r.output_ids) for r in self.requests)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": made,
@@ -137,31 +149,38 @@ class CompletionAnswer:
             "prompt_tokens_details": {"cached_tokens": sum(r.cached_tokens or 0 for r in first)},
         }
 
-    def _choice(self, request: Request, text: str, ids: list[int], logprobs: list[TokenLogprob]) -> dict[str, Any]:
+    def _choice(self, request: Request, text: str, begin: int, end: int, reason: str | None) -> dict[str, Any]:
+        """Tokens begin:end of the answer and their ``text``; an echoed prompt belongs to the first of them."""
+        ids, scores = request.output_ids[begin:end], request.logprobs[begin:end]
+        if self.body.scores_only:
+            ids, scores, text, reason = [], [], "", "length"
+        if self.body.echo and not begin:
+            ids, scores = request.prompt_ids + ids, (request.prompt_logprobs or []) + scores
+            text = (self.tokenizer.decode(request.prompt_ids, skip_special=False) if self.tokenizer else "") + text
         wanted = request.params.logprobs is not None
         return {
             "index": self.place[request],
             "text": text,
-            "token_ids": list(ids),  # beside the text, for models without a tokenizer
-            "finish_reason": request.finish_reason,
-            "logprobs": completion_logprobs(logprobs, self.tokenizer) if wanted else None,
+            "token_ids": ids,  # beside the text, for models without a tokenizer
+            "finish_reason": reason,
+            "logprobs": completion_logprobs(ids, scores, self.tokenizer) if wanted else None,
         }
 
 
-def completion_logprobs(logprobs: list[TokenLogprob], tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """The four parallel lists of the completions API, over names of tokens."""
+def completion_logprobs(ids: list[int], scores: list[TokenLogprob | None], tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """The four parallel lists of the completions API, over names of tokens; null where nothing came before a token."""
 
     def name(token: int) -> str:
         return token_name(token, tokenizer)
 
-    tokens = [name(x.token) for x in logprobs]
+    tokens = [name(i) for i in ids]
     offsets = [0]
     for text in tokens:
         offsets.append(offsets[-1] + len(text))
     return {
         "tokens": tokens,
-        "token_logprobs": [x.logprob for x in logprobs],
-        "top_logprobs": [{name(i): p for i, p in x.top} for x in logprobs],
+        "token_logprobs": [x and x.logprob for x in scores],
+        "top_logprobs": [x and {name(i): p for i, p in x.top} for x in scores],
         "text_offset": offsets[:-1],
     }
 

@@ -1,0 +1,55 @@
+"""A server over a real socket for the tests, and its errors in OpenAI's form."""
+
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx
+import uvicorn
+
+from berrylm_ref.server.app import create_app
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@contextmanager
+def serving(llm, **options):
+    """An httpx client of ``create_app(llm, "tiny", **options)``, which runs in a thread."""
+    port = free_port()
+    server = uvicorn.Server(uvicorn.Config(create_app(llm, "tiny", **options), host="127.0.0.1", port=port, log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    end = time.monotonic() + 30
+    while not server.started:
+        assert thread.is_alive() and time.monotonic() < end
+        time.sleep(0.02)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            yield client
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+def error_of(response, status):
+    """The error object of ``response``, which has this status and OpenAI's form."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+def all_free(engine, seconds=20):
+    """Wait until nothing runs or waits; then every slot is free and everything adds up."""
+    end = time.monotonic() + seconds
+    while engine.scheduler.running or engine.scheduler.waiting:
+        assert time.monotonic() < end, "a request still runs or waits"
+        time.sleep(0.02)
+    engine.check()
+    slots = engine.cache.pool.slots
+    assert slots.free_count == slots.capacity
