@@ -4,7 +4,9 @@ Prefill, a later chunk of a prompt, decode and any mixture are the same batch: a
 tokens that are already in the caches. Page 0 and slot 0 are scratch for padding and belong to nobody.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -127,48 +129,51 @@ class Batch:
         )
 
     @classmethod
-    def build(cls, sequences: list[Sequence], caches: Caches) -> "Batch":
-        """Pack ``sequences``; raises ValueError where their pages or slots do not fit."""
-        size, device = caches.page_size, caches.state.device
-        ids, positions, kv_rows, logit_rows, offsets = [], [], [], [], [0]
+    def build(cls, sequences: list[Sequence], caches: Caches, last: Tensor | None = None) -> "Batch":
+        """Pack ``sequences``, in one copy to the device; raises ValueError where their pages or slots do not fit.
+
+        ``last`` [slots]: the newest token of each slot's sequence, on the device; it stands in for tokens given as -1, which the
+        host does not know yet.
+        """
+        _check(sequences, caches)
+        size, taps = caches.page_size, caches.conv.shape[-1]
+        kept = [(n, t, snapshot) for n, s in enumerate(sequences) for t, snapshot in s.boundaries]
+        lengths, contexts = [len(s.tokens) for s in sequences], [s.context for s in sequences]
+        offsets, widest = list(accumulate(lengths, initial=0)), max((len(s.pages) for s in sequences), default=0)
+        counts = [length if s.all_logits else min(length, 1) for length, s in zip(lengths, sequences, strict=True)]
+
+        slots, table = ints([s.slot for s in sequences]), torch.zeros(len(sequences), widest, dtype=torch.long)
         for n, s in enumerate(sequences):
-            total = s.context + len(s.tokens)
-            if total > len(s.pages) * size:
-                raise ValueError(f"Batch: sequences[{n}].pages: expected room for {total} tokens, got {len(s.pages)} x {size}")
-            if not 0 < s.slot < caches.state.shape[1]:
-                raise ValueError(f"Batch: sequences[{n}].slot: expected 1 .. {caches.state.shape[1] - 1}, got {s.slot}")
-            ids += s.tokens
-            positions += range(s.context, total)
-            kv_rows += [s.pages[p // size] * size + p % size for p in range(s.context, total)]
-            offsets.append(len(ids))
-            first = offsets[-2] if s.all_logits else max(offsets[-2], len(ids) - 1)
-            logit_rows += range(first, len(ids))
-        kept = [(n, tokens, snapshot) for n, s in enumerate(sequences) for tokens, snapshot in s.boundaries]
-        taps = caches.conv.shape[-1]
-        if any(tokens < taps for _, tokens, _ in kept):
-            raise ValueError(f"Batch: boundaries: expected {taps} new tokens or more before each, got {kept}")
-        slots = [s.slot for s in sequences]
-        if len(set(slots)) < len(slots):
-            raise ValueError(f"Batch: sequences: expected every sequence in its own slot, got slots {slots}")
-        widest = max((len(s.pages) for s in sequences), default=0)
+            table[n, : len(s.pages)] = ints(s.pages)
+        ids = ints(chain.from_iterable(s.tokens for s in sequences))
+        owner = torch.arange(len(lengths)).repeat_interleave(ints(lengths))  # [P], the sequence of each token
+        positions = torch.arange(len(ids)) + (ints(contexts) - ints(offsets[:-1]))[owner]
+        kv_rows = table[owner, positions // size] * size + positions % size
+        skipped = ints(accumulate(length - count for length, count in zip(lengths, counts, strict=True)))
+        logit_rows = torch.arange(sum(counts)) + skipped.repeat_interleave(ints(counts))
+        windows = [list(range(offsets[n] + t - taps, offsets[n] + t)) for n, t, _ in kept]
+        unknown = (ids < 0).nonzero().squeeze(-1)
 
-        def tensor(x):
-            return torch.tensor(x, dtype=torch.long, device=device)
-
+        ids, positions, cu_seqlens, context_lens, table, logit_rows, slots, kv_rows, snapshots, windows, unknown, theirs = upload(
+            [ids, positions, ints(offsets), ints(contexts), table, logit_rows, slots, kv_rows, ints(s for _, _, s in kept),
+             ints(chain.from_iterable(windows)), unknown, slots[owner[unknown]]], caches.state.device
+        )  # fmt: skip
+        if len(unknown):
+            ids[unknown] = last[theirs]
         return cls(
-            input_ids=tensor(ids),
-            positions=tensor(positions),
-            cu_seqlens=tensor(offsets),
-            context_lens=tensor([s.context for s in sequences]),
-            page_table=tensor([s.pages + [0] * (widest - len(s.pages)) for s in sequences]).view(len(sequences), widest),
-            logit_rows=tensor(logit_rows),
-            max_query_len=max((len(s.tokens) for s in sequences), default=0),
-            slots=tensor(slots),
-            kv_rows=tensor(kv_rows),
+            input_ids=ids,
+            positions=positions,
+            cu_seqlens=cu_seqlens,
+            context_lens=context_lens,
+            page_table=table,
+            logit_rows=logit_rows,
+            max_query_len=max(lengths, default=0),
+            slots=slots,
+            kv_rows=kv_rows,
             caches=caches,
-            boundaries=[(n, tokens) for n, tokens, _ in kept] or None,
-            snapshots=tensor([snapshot for _, _, snapshot in kept]),
-            window_rows=tensor([list(range(offsets[n] + t - taps, offsets[n] + t)) for n, t, _ in kept]).view(-1, taps),
+            boundaries=[(n, t) for n, t, _ in kept] or None,
+            snapshots=snapshots,
+            window_rows=windows.view(-1, taps),
         )
 
     @property
@@ -201,3 +206,39 @@ class Batch:
         """States [M, HV, K, V] at the boundaries, and the windows: raw conv inputs [P, C] just before each."""
         self.caches.snapshot_state[layer, self.snapshots] = states.to(self.caches.snapshot_state.dtype)
         self.caches.snapshot_conv[layer, self.snapshots] = raw[self.window_rows].transpose(1, 2)
+
+
+def _check(sequences: list[Sequence], caches: Caches) -> None:
+    size, slots, taps = caches.page_size, caches.state.shape[1], caches.conv.shape[-1]
+    for n, s in enumerate(sequences):
+        total = s.context + len(s.tokens)
+        if total > len(s.pages) * size:
+            raise ValueError(f"Batch: sequences[{n}].pages: expected room for {total} tokens, got {len(s.pages)} x {size}")
+        if not 0 < s.slot < slots:
+            raise ValueError(f"Batch: sequences[{n}].slot: expected 1 .. {slots - 1}, got {s.slot}")
+    kept = [(n, tokens, snapshot) for n, s in enumerate(sequences) for tokens, snapshot in s.boundaries]
+    if any(tokens < taps for _, tokens, _ in kept):
+        raise ValueError(f"Batch: boundaries: expected {taps} new tokens or more before each, got {kept}")
+    taken = [s.slot for s in sequences]
+    if len(set(taken)) < len(taken):
+        raise ValueError(f"Batch: sequences: expected every sequence in its own slot, got slots {taken}")
+
+
+def ints(values: Iterable[int]) -> Tensor:
+    """An int64 tensor on the host."""
+    return torch.tensor(list(values), dtype=torch.long)
+
+
+def upload(parts: list[Tensor], device: torch.device) -> list[Tensor]:
+    """int64 tensors of the host as tensors on ``device``, in one copy, for which a GPU makes nobody wait.
+
+    Each starts at 16 bytes: Triton compiles a kernel once more for an argument that does not.
+    """
+    if device.type != "cuda":
+        return [part.to(device) for part in parts]
+    starts = list(accumulate((-(-part.numel() // 2) * 2 for part in parts), initial=0))
+    host = torch.empty(starts[-1], dtype=torch.long, pin_memory=True)  # torch hands it on only when the copy is through
+    for start, part in zip(starts, parts, strict=False):
+        host[start : start + part.numel()] = part.flatten()
+    there = host.to(device, non_blocking=True)
+    return [there[start : start + part.numel()].view(part.shape) for start, part in zip(starts, parts, strict=False)]

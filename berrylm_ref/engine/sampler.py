@@ -1,4 +1,7 @@
-"""From logits to tokens, for all rows of a batch at once; a row's draw depends on its own request alone."""
+"""From logits to tokens, for all rows of a batch at once; a row's draw depends on its own request alone.
+
+Nothing here waits for the device, apart from penalties and allowed tokens, which need the host's lists.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..cache.batch import ints, upload
 from .params import SamplingParams
+
+FAR = 2**31 - 1  # more tokens than any vocabulary has
 
 
 @dataclass
@@ -18,6 +24,12 @@ class Row:
     prompt_ids: Sequence[int]
     output_ids: Sequence[int]
     allowed: Tensor | None = None  # [V] bool: tokens that may follow here
+    ahead: int = 0  # tokens drawn after output_ids that are still on their way to the host
+
+    @property
+    def special(self) -> bool:
+        """Its scores depend on more than the logits."""
+        return self.params.penalised or self.allowed is not None
 
 
 @dataclass
@@ -35,53 +47,61 @@ def sample(logits: Tensor, rows: list[Row], known: int | None = None) -> Tensor:
     The order is: penalties, allowed tokens, temperature, top-k, top-p over what top-k left, min-p, one draw. The draw is a
     hash of the request's seed and the position, so that it is the same alone, in any batch and after a restart.
     """
+    if known is not None:
+        logits = logits[:, :known]
+    drawn, special = [i for i, row in enumerate(rows) if not row.params.greedy], any(row.special for row in rows)
+    if not drawn and not special:
+        return logits.argmax(-1)
     scores = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
-    if known is not None and known < scores.shape[-1]:
-        scores = scores.clone()
-        scores[:, known:] = float("-inf")
-    scores = _penalise(scores, rows)
-    for i, row in enumerate(rows):
-        if row.allowed is not None:
-            scores[i] = scores[i].masked_fill(~row.allowed.to(scores.device), float("-inf"))
+    if special:
+        scores = _rescore(scores, rows)
+    if len(drawn) == len(rows):
+        return _draw(scores, *upload([_controls(rows)], scores.device))
     tokens = scores.argmax(-1)
-    drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
     if drawn:
-        tokens[drawn] = _draw(scores[drawn], [rows[i] for i in drawn])
+        at, controls = upload([ints(drawn), _controls([rows[i] for i in drawn])], scores.device)
+        tokens[at] = _draw(scores[at], controls)
     return tokens
 
 
-def _penalise(scores: Tensor, rows: list[Row]) -> Tensor:
-    touched = [i for i, row in enumerate(rows) if row.params.penalised]
-    if not touched:
-        return scores.clone() if any(row.allowed is not None for row in rows) else scores
+def _rescore(scores: Tensor, rows: list[Row]) -> Tensor:
+    """Penalties, then the tokens that are not allowed; a copy."""
     scores, V = scores.clone(), scores.shape[-1]
-    for i in touched:
-        row, p = rows[i], rows[i].params
-        made = torch.bincount(torch.as_tensor(row.output_ids, dtype=torch.long), minlength=V).to(scores.device)
-        seen = torch.bincount(torch.as_tensor(row.prompt_ids, dtype=torch.long), minlength=V).to(scores.device) + made > 0
-        s = scores[i]
-        s = torch.where(seen, torch.where(s > 0, s / p.repetition_penalty, s * p.repetition_penalty), s)
-        scores[i] = s - made * p.frequency_penalty - (made > 0) * p.presence_penalty
+    for i, row in enumerate(rows):
+        p, s = row.params, scores[i]
+        if p.penalised:
+            made = torch.bincount(ints(row.output_ids), minlength=V)[:V].to(scores.device)
+            seen = torch.bincount(ints(row.prompt_ids), minlength=V)[:V].to(scores.device) + made > 0
+            s = torch.where(seen, torch.where(s > 0, s / p.repetition_penalty, s * p.repetition_penalty), s)
+            s = s - made * p.frequency_penalty - (made > 0) * p.presence_penalty
+        scores[i] = s if row.allowed is None else s.masked_fill(~row.allowed[:V], float("-inf"))
     return scores
 
 
-def _draw(scores: Tensor, rows: list[Row]) -> Tensor:
-    def column(values, dtype=scores.dtype):
-        return torch.tensor(values, dtype=dtype, device=scores.device)[:, None]
+def _controls(rows: list[Row]) -> Tensor:
+    """[6, R] int64: temperature, top-p and min-p as the bits of fp64, then top-k, seed, position."""
+    params = [row.params for row in rows]
+    floats = [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]]
+    whole = [
+        [min(p.top_k or FAR, FAR) for p in params],
+        [to_int64(r.seed) for r in rows],
+        [len(r.output_ids) + r.ahead for r in rows],
+    ]
+    return torch.cat([torch.tensor(floats, dtype=torch.float64).view(torch.long), torch.tensor(whole, dtype=torch.long)])
 
-    V = scores.shape[-1]
-    scores = scores / column([r.params.temperature for r in rows])
-    scores, ids = scores.sort(dim=-1, descending=True, stable=True)  # [R, V]
-    rank = torch.arange(V, device=scores.device)
-    scores = scores.masked_fill(rank >= column([min(r.params.top_k or V, V) for r in rows], torch.long), float("-inf"))
-    p = scores.softmax(-1)
+
+def _draw(scores: Tensor, controls: Tensor) -> Tensor:
+    temperature, top_p, min_p = controls[:3].view(torch.float64).to(scores.dtype).unsqueeze(-1)  # [R, 1] each
+    top_k, seed, position = controls[3:].unsqueeze(-1)
+    scores, ids = (scores / temperature).sort(dim=-1, descending=True, stable=True)  # [R, V]
+    rank = torch.arange(scores.shape[-1], device=scores.device)
+    p = scores.masked_fill(rank >= top_k, float("-inf")).softmax(-1)
     before = p.cumsum(-1) - p
     # the most probable token always stays: a tiny top_p is 0 in fp32, and 0 >= 0
-    p = p.masked_fill((before >= column([r.params.top_p for r in rows])) & (rank > 0), 0)
-    p = p.masked_fill(p < column([r.params.min_p for r in rows]) * p[:, :1], 0)
+    p = p.masked_fill((before >= top_p) & (rank > 0), 0)
+    p = p.masked_fill(p < min_p * p[:, :1], 0)
     cdf = p.cumsum(-1)
-    seeds = column([to_int64(r.seed) for r in rows], torch.long)
-    u = uniform(seeds, column([len(r.output_ids) for r in rows], torch.long)).to(scores.dtype)
+    u = uniform(seed, position).to(scores.dtype)
     place = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)
     last = (p > 0).sum(-1, keepdim=True) - 1  # rounding must not push the draw past the last candidate
     return ids.gather(-1, place.minimum(last)).squeeze(-1)

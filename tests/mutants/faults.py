@@ -351,8 +351,8 @@ FAULTS: list[Fault] = [
     Fault(
         "08_moe",
         "berrylm_ref/ops/moe.py",
-        "return out + torch.sigmoid(linear(x, shared_gate)) * shared",
-        "return out + shared",
+        "out = out + torch.sigmoid(linear(x, shared_gate)) * shared",
+        "out = out + shared",
         "the shared expert without its gate",
     ),
     Fault(
@@ -380,8 +380,8 @@ FAULTS: list[Fault] = [
     Fault(
         "09_whole_model",
         "berrylm_ref/cache/batch.py",
-        "positions += range(s.context, total)",
-        "positions += range(len(s.tokens))",
+        "(ints(contexts) - ints(offsets[:-1]))[owner]",
+        "-ints(offsets[:-1])[owner]",
         "positions start again in every piece",
     ),
     Fault(
@@ -438,8 +438,8 @@ FAULTS: list[Fault] = [
     Fault(
         "11_engine",
         "berrylm_ref/engine/sampler.py",
-        "column([to_int64(r.seed) for r in rows], torch.long)",
-        "column([to_int64(rows[0].seed) for r in rows], torch.long)",
+        "[to_int64(r.seed) for r in rows]",
+        "[to_int64(rows[0].seed) for r in rows]",
         "every row of a batch draws with the first one's seed",
     ),
     Fault(
