@@ -66,6 +66,11 @@ class ReasoningParser:
         self._space = ""  # whitespace after the reasoning sent so far
         self._any_reasoning = False
 
+    @property
+    def reasons(self) -> bool:
+        """Text that comes now is reasoning, as far as what has come can say."""
+        return self._step == self._think or (self.in_reasoning and self._step == self._start)
+
     def parse(self, text: str) -> tuple[str, str]:
         """(reasoning, content) of a whole text. What was fed to this parser before plays no part."""
         parser = ReasoningParser(self.in_reasoning)

@@ -74,7 +74,7 @@ def _rescore(scores: Tensor, rows: list[Row]) -> Tensor:
             seen = torch.bincount(ints(row.prompt_ids), minlength=V)[:V].to(scores.device) + made > 0
             s = torch.where(seen, torch.where(s > 0, s / p.repetition_penalty, s * p.repetition_penalty), s)
             s = s - made * p.frequency_penalty - (made > 0) * p.presence_penalty
-        scores[i] = s if row.allowed is None else s.masked_fill(~row.allowed[:V], float("-inf"))
+        scores[i] = s if row.allowed is None else s.masked_fill(~row.allowed[:V].to(s.device), float("-inf"))
     return scores
 
 
