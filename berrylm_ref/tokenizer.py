@@ -1,6 +1,7 @@
 """A byte-level BPE tokenizer (tokenizers.json of the ``tokenizers`` library) with the raw bytes of every token."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +22,8 @@ class Tokenizer:
             raise ValueError(f"Tokenizer: {path}: expected a byte-level decoder, got {decoder.get('type')}")
         added = self.fast.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        tags = sorted((token.content for token in added.values()), key=len, reverse=True)
+        self.added_pattern = re.compile("|".join(map(re.escape, tags)) or "(?!)")  # text that `encode` takes for one token
         table = byte_table()
         self.token_bytes: dict[int, bytes] = {}
         for text, i in self.fast.get_vocab(with_added_tokens=True).items():
