@@ -4,16 +4,19 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from ..engine.request import ContextLengthError, Request
+from .gate import current
 from .protocol import ApiError
 
 
 async def prepared(make: Callable[[], list[Request]], names: Mapping[str, str]) -> list[Request]:
-    """``make()`` in a thread, since a long text takes long to tokenise. ApiError 400 for what it refuses.
+    """``make()`` in a thread, since a long text takes long to tokenise. ApiError 400 for what it or the server's limits refuse.
 
     names: what the call calls the library's ``prompts``, ``max_tokens`` and so on, where it differs.
     """
     try:
-        return await asyncio.to_thread(make)
+        requests = await asyncio.to_thread(make)
+        current.get().gate.check(requests)
+        return requests
     except ValueError as error:
         raise refusal(error, names) from error
 

@@ -67,6 +67,9 @@ async def server_sent(answer: Answer, events: AsyncIterator[Event], usage: bool)
     except EngineStopped as error:  # the status has been sent; the client reads it here
         yield json.dumps(ApiError(503, str(error)).body)
         return
+    except ApiError as error:  # it took too long
+        yield json.dumps(error.body)
+        return
     if usage:
         yield json.dumps({**answer.head, "choices": [], "usage": answer.usage()})
     yield "[DONE]"
@@ -81,8 +84,8 @@ async def drained(events: AsyncIterator[Event], http: HttpRequest) -> bool:
                 pass
 
     async def gone() -> None:
-        while not await http.is_disconnected():
-            await asyncio.sleep(0.1)
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
 
     work, watch = asyncio.create_task(drain()), asyncio.create_task(gone())
     try:

@@ -23,6 +23,7 @@ from ..engine.request import Request
 from ..engine.sampler import TokenLogprob
 from .calls import prepared
 from .delivery import deliver
+from .gate import Gate
 from .protocol import ApiError, Number
 
 router = APIRouter()
@@ -112,8 +113,9 @@ class GenerateRequest(BaseModel):
         top = {"logprobs": "top_logprobs_num", "prompt_logprobs": "top_logprobs_num"}
         return {**sampling, **top, "prompts": self.source, "max_tokens": "sampling_params.max_new_tokens"}
 
-    def requests(self, llm: LLM) -> list[Request]:
+    def requests(self, llm: LLM, gate: Gate) -> list[Request]:
         params, requests = self.params(), []
+        gate.check_choices(len(self.prompts()) * params.n)  # before anything is made of them
         for prompt in self.prompts():
             for request in llm.requests(prompt, params):
                 llm.check_fits(request)
@@ -187,5 +189,5 @@ class GenerateAnswer:
 @router.post("/generate")
 async def generate(body: GenerateRequest, http: HttpRequest) -> Response:
     state = http.app.state
-    requests = await prepared(lambda: body.requests(state.llm), body.names())
+    requests = await prepared(lambda: body.requests(state.llm, state.engine), body.names())
     return await deliver(http, state.engine, GenerateAnswer(body, requests), requests, bool(body.stream), None)

@@ -75,11 +75,18 @@ class CompletionRequest(BaseModel):
 
 
 class ApiError(Exception):
-    """An error that the client sees: {"error": {message, type, param, code}}."""
+    """An error that the client sees: {"error": {message, type, param, code}}, with this status and these headers."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ):
         super().__init__(message)
-        self.status = status
+        self.status, self.headers = status, headers or {}
         kind = "invalid_request_error" if status < 500 else "server_error"
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
