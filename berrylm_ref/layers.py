@@ -168,13 +168,13 @@ class MoE(nn.Module):
         self.shared_expert = SharedExpert(config)
         self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
 
-    def forward(self, x: Tensor, ops: Backend) -> Tensor:
-        """x [P, D] -> [P, D]."""
+    def forward(self, x: Tensor, residual: Tensor, ops: Backend) -> Tensor:
+        """x [P, D] -> residual + the experts' sum, [P, D]."""
         shared = self.shared_expert
         return ops.moe(
             x, self.gate.weight, self.experts.gate_up_proj, self.experts.down_proj,
             (shared.gate_proj.weight, shared.up_proj.weight), shared.down_proj.weight, self.shared_expert_gate.weight,
-            top_k=self.config.num_experts_per_tok, normalise=self.config.norm_topk_prob,
+            top_k=self.config.num_experts_per_tok, normalise=self.config.norm_topk_prob, residual=residual,
         )  # fmt: skip
 
 
@@ -211,4 +211,4 @@ class Layer(nn.Module):
         else:
             x = self.self_attn(x, batch, kind_index, rope, ops)
         h, x = ops.add_rms_norm(h, x, self.post_attention_layernorm.weight, c.rms_norm_eps)
-        return h + self.mlp(x, ops)
+        return self.mlp(x, h, ops)

@@ -203,10 +203,11 @@ CASES = {
     "attention gate": by_name(attention._gate_kernel, HQ=16, D=256, BR=8, BD=256, registers=64),
     "moe route": moe(moe_router._route_kernel, warps=1, IS_NORMALISED=True, USE_RANKS=True, registers=64),
     "moe plan": moe(moe_router._plan_kernel, BM=128, BT=64, registers=96),
+    "moe plan, one program": moe(moe_router._plan_at_once_kernel, warps=8, BM=16, BP=64, IS_NORMALISED=True, USE_SHARED=True),
     **moe_products(),
-    "moe combine": moe(moe_gemm._combine_kernel, BD=1024, USE_SHARED=True, registers=48),
-    "moe gate_up, few tokens": moe(moe_few._few_gate_up_kernel, SLOTS=9, BN=16, BK=256, registers=176),
-    "moe down, few tokens": moe(moe_few._few_down_kernel, warps=8, SLOTS=9, BN=8, BK=256, registers=128),
+    "moe combine": moe(moe_gemm._combine_kernel, BD=1024, USE_SHARED=True, USE_RESIDUAL=True, registers=48),
+    "moe gate_up, few tokens": moe(moe_few._few_gate_up_kernel, SLOTS=9, BN=16, BK=256, IS_NORMALISED=True, registers=192),
+    "moe down, few tokens": moe(moe_few._few_down_kernel, warps=8, SLOTS=9, BN=8, BK=256, USE_RESIDUAL=True, registers=128),
 }
 
 

@@ -39,13 +39,14 @@ def moe(
     *,
     top_k: int,
     normalise: bool,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """sum_e weight_e down_e(swiglu(gate_up_e x)) + sigmoid(shared_gate x) * shared(x).
+    """sum_e weight_e down_e(swiglu(gate_up_e x)) + sigmoid(shared_gate x) * shared(x), and ``residual`` + that if there is one.
 
     x [P, D]; router [E, D], its logits in x's dtype; gate_up_proj [E, 2I, D], gate rows first; down_proj [E, D, I]; the shared
     expert's gate and up projections [Is, D] each, its down projection [D, Is], and its gate [1, D]. Weights are cast to x's
     dtype; experts are added in the order of their ids, whoever the neighbours are (the products may still round differently
-    with the number of rows). Returns [P, D].
+    with the number of rows). The residual [P, D] is added to the rounded sum. Returns [P, D].
     """
     E, twice, D = gate_up_proj.shape
     if tuple(down_proj.shape) != (E, D, twice // 2) or tuple(router.shape) != (E, D) or x.shape[-1] != D:
@@ -53,6 +54,8 @@ def moe(
             f"moe: down_proj, router, x: expected {(E, D, twice // 2)}, {(E, D)} and [.., {D}], got {tuple(down_proj.shape)}, "
             f"{tuple(router.shape)} and {tuple(x.shape)}"
         )
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(f"moe: residual: expected shape {tuple(x.shape)}, got {tuple(residual.shape)}")
     weights, experts = route(linear(x, router), top_k, normalise)
     weights = weights.to(x.dtype)
     order = experts.flatten().argsort(stable=True)  # (token, choice) pairs, expert by expert
@@ -68,4 +71,5 @@ def moe(
         begin += count
     gate, up = shared_gate_up
     shared = linear(silu(linear(x, gate)) * linear(x, up), shared_down)
-    return out + torch.sigmoid(linear(x, shared_gate)) * shared
+    out = out + torch.sigmoid(linear(x, shared_gate)) * shared
+    return out if residual is None else residual + out

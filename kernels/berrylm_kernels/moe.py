@@ -77,42 +77,45 @@ def moe(
     *,
     top_k: int,
     normalise: bool,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """sum_e weight_e down_e(swiglu(gate_up_e x)) + sigmoid(shared_gate x) * shared(x).
+    """sum_e weight_e down_e(swiglu(gate_up_e x)) + sigmoid(shared_gate x) * shared(x), and ``residual`` + that if there is one.
 
     x [P, D] float32 or bfloat16; router [E, D], its logits rounded to x's dtype; gate_up_proj [E, 2F, D], gate rows first;
     down_proj [E, D, F]; the shared expert's gate and up projections [Is, D] each, its down projection [D, Is], and its gate
     [1, D]. Weights are in x's dtype and contiguous. Choices are weighed and added in fp32, in the order of their
     probability: a token's result does not depend on which tokens stand beside it, only, by rounding, on how many.
-    Returns [P, D].
+    The residual [P, D] is added to the rounded sum. Returns [P, D].
     """
-    _check(x, router, gate_up_proj, down_proj, shared_gate_up, shared_down, shared_gate, top_k)
+    _check(x, router, gate_up_proj, down_proj, shared_gate_up, shared_down, shared_gate, top_k, residual)
     P, E = x.shape[0], router.shape[0]
     if not P:
         return torch.empty_like(x)
-    x = packed_rows(x)
+    x, residual = packed_rows(x), None if residual is None else packed_rows(residual)
     shared, is_fused = (*shared_gate_up, shared_down), shared_down.shape[1] == down_proj.shape[2]
+    added = residual if is_fused else None  # by the last kernel
     if P <= DECODE:
         logits = project_logits(x, router, shared_gate)
         logits, gate_logits = logits[:, :E], logits[:, E:]
     else:
         logits, gate_logits = linear(x, router), linear(x, shared_gate)
     if P <= FEW:
-        weights, experts = route(logits, top_k, normalise)
-        out = moe_few(x, weights, experts, gate_up_proj, down_proj, shared if is_fused else None, gate_logits)
+        fused = shared if is_fused else None
+        out = moe_few(x, logits, gate_logits, top_k, normalise, gate_up_proj, down_proj, fused, added)
     else:
         first, second = tiles(P * top_k / E, x.dtype)
         weights, rows, order, blocks = plan(logits, top_k, normalise, is_fused, first.BM)
         hidden = launch_gate_up(x, gate_up_proj, shared_gate_up, order, blocks, first)
         y = launch_down(hidden, down_proj, shared_down, blocks, is_fused * triton.cdiv(P, first.BM), second)
-        out = launch_combine(y, rows, weights, gate_logits if is_fused else None)
+        out = launch_combine(y, rows, weights, gate_logits if is_fused else None, added)
     if is_fused:
         return out
     gate, up = shared_gate_up
-    return out + torch.sigmoid(gate_logits) * linear(silu(linear(x, gate)) * linear(x, up), shared_down)
+    out = out + torch.sigmoid(gate_logits) * linear(silu(linear(x, gate)) * linear(x, up), shared_down)
+    return out if residual is None else residual + out
 
 
-def _check(x, router, gate_up_proj, down_proj, shared_gate_up, shared_down, shared_gate, top_k) -> None:
+def _check(x, router, gate_up_proj, down_proj, shared_gate_up, shared_down, shared_gate, top_k, residual) -> None:
     if x.dim() != 2 or gate_up_proj.dim() != 3 or gate_up_proj.shape[1] % 2:
         shapes = f"{tuple(x.shape)} and {tuple(gate_up_proj.shape)}"
         raise ValueError(f"moe: x, gate_up_proj: expected [P, D] and [E, 2F, D], got {shapes}")
@@ -131,7 +134,10 @@ def _check(x, router, gate_up_proj, down_proj, shared_gate_up, shared_down, shar
         expect_shape("moe", name, tensor, shape)
         if not tensor.is_contiguous():
             raise ValueError(f"moe: {name}: expected a contiguous tensor, got strides {tensor.stride()}")
-    weights = {name: tensor for name, (tensor, _) in tensors.items()}
-    expect_floats("moe", x=x, **weights)
-    expect_dtype("moe", x.dtype, **weights)
+    given = {name: tensor for name, (tensor, _) in tensors.items()}
+    if residual is not None:
+        expect_shape("moe", "residual", residual, tuple(x.shape))
+        given["residual"] = residual
+    expect_floats("moe", x=x, **given)
+    expect_dtype("moe", x.dtype, **given)
     _check_top_k("moe", top_k, E)

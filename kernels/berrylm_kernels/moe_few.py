@@ -1,8 +1,8 @@
 """Mixture of experts for a few tokens, where reading the weights is all that takes time: no sorting, no padding to tiles.
 
-A program of the first kernel has some rows of one expert; a program of the second has some columns of the result over all of
-the token's experts in turn, so that nothing is left to add. Both multiply on the plain units: a matrix unit would work on
-one row in sixteen.
+A program of the first kernel has some rows of one expert, which it finds itself in the router's logits: the choice takes
+less time than a launch. A program of the second has some columns of the result over all of the token's experts in turn, so
+that nothing is left to add. Both multiply on the plain units: a matrix unit would work on one row in sixteen.
 
 Symbols: P tokens, D width of the stream, F width of an expert, E experts; slot: a token's choice of that rank, the last
 slot the shared expert.
@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .moe_router import choice
 
 
 @triton.jit
@@ -33,15 +35,20 @@ def _rows_times(p_w, p_v, o_n, o_k, N: tl.constexpr, K: tl.constexpr, IS_EVEN: t
 
 @triton.jit
 def _few_gate_up_kernel(
-    x, experts, gate_up, shared_gate, shared_up, hidden, stride_x,
-    TOP_K: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x, logits, gate_up, shared_gate, shared_up, hidden, experts, weights, stride_x, stride_logits,
+    E: tl.constexpr, BE: tl.constexpr, TOP_K: tl.constexpr, IS_NORMALISED: tl.constexpr,
+    SLOTS: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """hidden[token, slot] = silu(gate x) * (up x) for BN rows of one expert."""
+    """hidden[token, slot] = silu(gate x) * (up x) for BN rows of one expert; the choice is written down for the other kernel."""
     IS_EVEN: tl.constexpr = F % BN == 0 and D % BK == 0
     i_n, i_s, i_p = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     if i_s < TOP_K:
-        p_gate = gate_up + tl.load(experts + i_p * TOP_K + i_s).to(tl.int64) * (2 * F * D)
+        expert, weight = choice(logits + i_p * stride_logits, i_s, E, BE, TOP_K, IS_NORMALISED)
+        p_gate = gate_up + expert.to(tl.int64) * (2 * F * D)
         p_up = p_gate + F * D
+        if i_n == 0:
+            tl.store(experts + i_p * TOP_K + i_s, expert)
+            tl.store(weights + i_p * TOP_K + i_s, weight)
     else:
         p_gate, p_up = shared_gate, shared_up
     o_n = i_n * BN + tl.arange(0, BN)
@@ -57,10 +64,12 @@ def _few_gate_up_kernel(
 
 @triton.jit
 def _few_down_kernel(
-    hidden, experts, weights, gate_logits, down, shared_down, out, stride_gate,
+    hidden, experts, weights, gate_logits, down, shared_down, residual, out, stride_gate, stride_residual,
     TOP_K: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    USE_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """out[token] = sum over slots of weight * (down hidden[token, slot]) for BN columns."""
+    """out[token] = sum over slots of weight * (down hidden[token, slot]) for BN columns; to the rounded sum the residual is
+    added."""
     IS_EVEN: tl.constexpr = D % BN == 0 and F % BK == 0
     i_n, i_p = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_n = i_n * BN + tl.arange(0, BN)
@@ -74,27 +83,35 @@ def _few_down_kernel(
         for k in tl.static_range(0, F, BK):
             o_k = k + tl.arange(0, BK)
             b_out += _rows_times(p_down, hidden + (i_p * SLOTS + i_s) * F, o_n, o_k, D, F, IS_EVEN) * weight
-    tl.store(out + i_p * D + o_n, tl.sum(b_out, 1).to(out.dtype.element_ty), mask=o_n < D)
+    b_y = tl.sum(b_out, 1).to(out.dtype.element_ty)
+    if USE_RESIDUAL:
+        b_h = tl.load(residual + i_p * stride_residual + o_n, mask=o_n < D, other=0.0)
+        b_y = (b_h.to(tl.float32) + b_y.to(tl.float32)).to(out.dtype.element_ty)
+    tl.store(out + i_p * D + o_n, b_y, mask=o_n < D)
 
 
 def moe_few(
-    x: Tensor, weights: Tensor, experts: Tensor, gate_up_proj: Tensor, down_proj: Tensor,
-    shared: tuple[Tensor, Tensor, Tensor] | None, gate_logits: Tensor,
+    x: Tensor, logits: Tensor, gate_logits: Tensor, top_k: int, normalise: bool, gate_up_proj: Tensor, down_proj: Tensor,
+    shared: tuple[Tensor, Tensor, Tensor] | None, residual: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """x [P, D]; weights fp32 and experts [P, top_k]; shared: the shared expert's gate, up and down projection, of the
-    routed experts' width, or None to leave it out; gate_logits [P, 1]. Returns [P, D]."""
-    (P, D), top_k, F = x.shape, experts.shape[1], down_proj.shape[2]
+    """x [P, D]; logits [P, E], and gate_logits [P, 1] of the shared expert; shared: its gate, up and down projection, of the
+    routed experts' width, or None to leave it out; residual [P, D] to add to the result. Returns [P, D]."""
+    (P, D), (E, _, F) = x.shape, down_proj.shape
+    weights = torch.empty((P, top_k), dtype=torch.float32, device=x.device)
+    experts = torch.empty((P, top_k), dtype=torch.int32, device=x.device)
     slots = top_k + (shared is not None)
     gate, up, down = shared or (gate_up_proj, gate_up_proj, down_proj)  # without a shared expert no program follows them
     hidden = torch.empty((P, slots, F), dtype=x.dtype, device=x.device)
     out = torch.empty((P, D), dtype=x.dtype, device=x.device)
     BN, BK = 16, min(256, triton.next_power_of_2(D))
     _few_gate_up_kernel[(triton.cdiv(F, BN), slots, P)](
-        x, experts, gate_up_proj, gate, up, hidden, x.stride(0), top_k, slots, D, F, BN, BK, num_warps=4
-    )
+        x, logits, gate_up_proj, gate, up, hidden, experts, weights, x.stride(0), logits.stride(0),
+        E, triton.next_power_of_2(E), top_k, normalise, slots, D, F, BN, BK, num_warps=4,
+    )  # fmt: skip
     BN, BK = 8, min(256, triton.next_power_of_2(F))
     _few_down_kernel[(triton.cdiv(D, BN), P)](
-        hidden, experts, weights, gate_logits, down_proj, down, out, gate_logits.stride(0),
-        top_k, slots, D, F, BN, BK, num_warps=8,
+        hidden, experts, weights, gate_logits, down_proj, down, residual, out,
+        gate_logits.stride(0), 0 if residual is None else residual.stride(0),
+        top_k, slots, D, F, BN, BK, residual is not None, num_warps=8,
     )  # fmt: skip
     return out

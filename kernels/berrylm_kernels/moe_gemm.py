@@ -121,10 +121,11 @@ def _down_kernel(
 
 @triton.jit(do_not_specialize=["P"])
 def _combine_kernel(
-    y, rows, weights, gate_logits, out, stride_gate, P,
-    D: tl.constexpr, TOP_K: tl.constexpr, BD: tl.constexpr, USE_SHARED: tl.constexpr,
+    y, rows, weights, gate_logits, residual, out, stride_gate, stride_residual, P,
+    D: tl.constexpr, TOP_K: tl.constexpr, BD: tl.constexpr, USE_SHARED: tl.constexpr, USE_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """out[token] = sum of its rows of y by weight, the shared expert's row last by the sigmoid of its logit."""
+    """out[token] = sum of its rows of y by weight, the shared expert's row last by the sigmoid of its logit; to the rounded
+    sum the residual is added."""
     i_p, o_d = tl.program_id(0), tl.program_id(1) * BD + tl.arange(0, BD)
     m_d = o_d < D
     b_out = tl.zeros((BD,), tl.float32)
@@ -135,7 +136,11 @@ def _combine_kernel(
         row = tl.load(rows + TOP_K * P + i_p).to(tl.int64)
         gate = tl.load(gate_logits + i_p * stride_gate).to(tl.float32)
         b_out += tl.sigmoid(gate) * tl.load(y + row * D + o_d, mask=m_d, other=0.0).to(tl.float32)
-    tl.store(out + i_p.to(tl.int64) * D + o_d, b_out.to(out.dtype.element_ty), mask=m_d)
+    b_out = b_out.to(out.dtype.element_ty)
+    if USE_RESIDUAL:
+        b_h = tl.load(residual + i_p.to(tl.int64) * stride_residual + o_d, mask=m_d, other=0.0)
+        b_out = (b_h.to(tl.float32) + b_out.to(tl.float32)).to(out.dtype.element_ty)
+    tl.store(out + i_p.to(tl.int64) * D + o_d, b_out, mask=m_d)
 
 
 def launch_gate_up(x, gate_up_proj, shared_gate_up, order, blocks, tile: Tile) -> Tensor:
@@ -164,13 +169,13 @@ def launch_down(hidden, down_proj, shared_down, blocks, shared_blocks: int, tile
     return y
 
 
-def launch_combine(y, rows, weights, gate_logits) -> Tensor:
-    """[P, D]; without the shared expert gate_logits is None."""
+def launch_combine(y, rows, weights, gate_logits, residual) -> Tensor:
+    """[P, D]; without the shared expert gate_logits is None, without a residual that."""
     (top_k, P), D = weights.shape, y.shape[1]
     out = torch.empty((P, D), dtype=y.dtype, device=y.device)
     BD = min(1024, triton.next_power_of_2(D))
     _combine_kernel[(P, triton.cdiv(D, BD))](
-        y, rows, weights, gate_logits, out, 0 if gate_logits is None else gate_logits.stride(0), P,
-        D, top_k, BD, gate_logits is not None, num_warps=max(1, BD // 256),
+        y, rows, weights, gate_logits, residual, out, *(0 if x is None else x.stride(0) for x in (gate_logits, residual)), P,
+        D, top_k, BD, gate_logits is not None, residual is not None, num_warps=max(1, BD // 256),
     )  # fmt: skip
     return out

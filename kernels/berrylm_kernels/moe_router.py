@@ -14,6 +14,7 @@ from torch import Tensor
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 APART = tl.constexpr(8)  # counters lie 32 bytes apart: atomic adds to one sector wait for each other
+ONE_PROGRAM = 8192  # logits that one program holds: decode steps of up to 64 tokens with 128 experts
 
 
 @triton.jit
@@ -25,6 +26,27 @@ def load_logits(logits, mask):
     """
     b_logit = tl.load(logits, mask=mask, other=float("-inf")).to(tl.float32)
     return b_logit, tl.where(mask, tl.where(b_logit >= LOWEST, b_logit, LOWEST), float("-inf"))
+
+
+@triton.jit
+def choice(logits, i_s, E: tl.constexpr, BE: tl.constexpr, TOP_K: tl.constexpr, IS_NORMALISED: tl.constexpr):
+    """Expert and weight of one token's choice of rank i_s, lowest id first among equals.
+
+    Every expert counts those before it: BE * BE comparisons, but nothing waits for the round before, as in ``_route_kernel``.
+    """
+    BC: tl.constexpr = 32 if BE > 32 else BE
+    o_e = tl.arange(0, BE)
+    b_logit, b_key = load_logits(logits + o_e, o_e < E)
+    b_rank = tl.zeros((BE,), tl.int32)
+    for c in tl.static_range(0, BE, BC):
+        o_c = c + tl.arange(0, BC)
+        b_other = load_logits(logits + o_c, o_c < E)[1]
+        is_tie = (b_other[None, :] == b_key[:, None]) & (o_c[None, :] < o_e[:, None])
+        b_rank += tl.sum(((b_other[None, :] > b_key[:, None]) | is_tie).to(tl.int32), 1)
+    b_p = tl.exp(b_logit - tl.max(b_logit, 0))
+    total = tl.sum(tl.where(b_rank < TOP_K, b_p, 0.0) if IS_NORMALISED else b_p, 0)
+    m_this = b_rank == i_s
+    return tl.sum(tl.where(m_this, o_e, 0), 0), tl.sum(tl.where(m_this, b_p, 0.0), 0) / total
 
 
 @triton.jit
@@ -104,11 +126,68 @@ def _plan_kernel(
         b_end = tl.gather(b_begin + b_count, b_e, 0)
         is_shared = o_b < shared
         b_expert = tl.where(is_shared, E, tl.where(b_expert < E, b_expert, -1))
-        tl.store(block_list + o_b * 3, b_expert, mask=o_b < blocks)
-        tl.store(block_list + o_b * 3 + 1, tl.where(is_shared, P * TOP_K + o_b * BM, b_first), mask=o_b < blocks)
-        tl.store(block_list + o_b * 3 + 2, tl.where(is_shared, pairs, b_end), mask=o_b < blocks)
+        b_first, b_end = tl.where(is_shared, P * TOP_K + o_b * BM, b_first), tl.where(is_shared, pairs, b_end)
+        _store_block(block_list + o_b * 3, b_expert, b_first, b_end, o_b < blocks)
         if tl.program_id(0) == 0:
             tl.store(block_list + blocks * 3, shared + tl.sum(b_blocks, 0))
+
+
+@triton.jit(do_not_specialize=["P", "blocks"])
+def _plan_at_once_kernel(
+    logits, weights, rows, order, block_list, stride_logits, P, blocks,
+    E: tl.constexpr, BE: tl.constexpr, TOP_K: tl.constexpr, IS_NORMALISED: tl.constexpr,
+    BM: tl.constexpr, BP: tl.constexpr, USE_SHARED: tl.constexpr,
+):  # fmt: skip
+    """Both kernels above in one program for up to BP tokens: a launch, not three, and no counters to clear.
+
+    A pair's rank among those of its expert is the number of earlier tokens that chose it, too.
+    """
+    o_p, o_e = tl.arange(0, BP), tl.arange(0, BE)
+    m_p = o_p < P
+    p_logits = logits + tl.minimum(o_p, P - 1)[:, None] * stride_logits + o_e[None, :]
+    b_logit, b_key = load_logits(p_logits, (o_e < E)[None, :])
+    b_slot = tl.full((BP, BE), -1, tl.int32)
+    for i_s in tl.static_range(TOP_K):
+        b_best = tl.where(b_key == tl.max(b_key, 1)[:, None], o_e[None, :], BE)
+        m_hit = o_e[None, :] == tl.min(b_best, 1)[:, None]
+        b_slot = tl.where(m_hit, i_s, b_slot)
+        b_key = tl.where(m_hit, float("-inf"), b_key)
+    m_chosen = (b_slot >= 0) & m_p[:, None]
+    b_p = tl.exp(b_logit - tl.max(b_logit, 1)[:, None])
+    total = tl.sum(tl.where(b_slot >= 0, b_p, 0.0) if IS_NORMALISED else b_p, 1)
+    o_pair = b_slot * P + o_p[:, None]
+    tl.store(weights + o_pair, b_p / total[:, None], mask=m_chosen)
+
+    b_one = m_chosen.to(tl.int32)
+    b_count = tl.sum(b_one, 0)
+    b_begin = tl.cumsum(b_count, 0) - b_count
+    b_row = b_begin[None, :] + tl.cumsum(b_one, 0) - b_one
+    tl.store(rows + o_pair, b_row, mask=m_chosen)
+    tl.store(order + b_row, o_pair, mask=m_chosen)
+
+    shared = 0
+    if USE_SHARED:
+        shared = (P + BM - 1) // BM
+        tl.store(rows + TOP_K * P + o_p, TOP_K * P + o_p, mask=m_p)
+        tl.store(order + TOP_K * P + o_p, TOP_K * P + o_p, mask=m_p)
+    b_blocks = (b_count + BM - 1) // BM
+    b_last = shared + tl.cumsum(b_blocks, 0)
+    for i in tl.static_range((BP + BM - 1) // BM):  # blocks of an expert: it has each token once at most
+        if i < shared:
+            _store_block(block_list + i * 3, E, TOP_K * P + i * BM, (TOP_K + 1) * P, True)
+        p_block = block_list + (b_last - b_blocks + i) * 3
+        _store_block(p_block, o_e, b_begin + i * BM, b_begin + b_count, i < b_blocks)
+    used = shared + tl.sum(b_blocks, 0)
+    for i in range(used, blocks, BE):
+        tl.store(block_list + (i + o_e) * 3, -1, mask=i + o_e < blocks)
+    tl.store(block_list + blocks * 3, used)
+
+
+@triton.jit
+def _store_block(p_block, expert, first, end, mask):
+    tl.store(p_block, expert, mask=mask)
+    tl.store(p_block + 1, first, mask=mask)
+    tl.store(p_block + 2, end, mask=mask)
 
 
 def is_aligned(elements: int, *matrices: Tensor) -> bool:
@@ -151,16 +230,21 @@ def plan(logits: Tensor, top_k: int, normalise: bool, with_shared: bool, BM: int
     hit = min(E, routed)
     blocks = (routed - hit) // BM + hit + with_shared * triton.cdiv(P, BM)  # worst case
     weights = torch.empty((top_k, P), dtype=torch.float32, device=logits.device)
-    counts = torch.zeros((E, APART.value), dtype=torch.int32, device=logits.device)
     # One allocation each: a view into another's middle may be less aligned, and Triton would compile for that once more.
-    experts, ranks, rows, order = (
-        torch.empty((n, P), dtype=torch.int32, device=logits.device) for n in (top_k, top_k, slots, slots)
-    )
+    rows, order = (torch.empty((slots, P), dtype=torch.int32, device=logits.device) for _ in range(2))
     block_list = torch.empty((blocks + 1, 3), dtype=torch.int32, device=logits.device)
+    BE, BP = triton.next_power_of_2(E), triton.next_power_of_2(P)
+    if BP * BE <= ONE_PROGRAM:
+        _plan_at_once_kernel[(1,)](
+            logits, weights, rows, order, block_list, logits.stride(0), P, blocks,
+            E, BE, top_k, normalise, BM, BP, with_shared, num_warps=8,
+        )  # fmt: skip
+        return weights, rows, order.view(-1), block_list
+    counts = torch.zeros((E, APART.value), dtype=torch.int32, device=logits.device)
+    experts, ranks = (torch.empty((top_k, P), dtype=torch.int32, device=logits.device) for _ in range(2))
     launch_route(logits, top_k, normalise, weights, experts, True, counts, ranks)
     BT = 64
     _plan_kernel[(triton.cdiv(blocks, BT) + triton.cdiv(slots * P, BT),)](
-        experts, counts, ranks, rows, order, block_list, P, slots * P, blocks,
-        E, triton.next_power_of_2(E), top_k, BM, BT, num_warps=4,
-    )  # fmt: skip
+        experts, counts, ranks, rows, order, block_list, P, slots * P, blocks, E, BE, top_k, BM, BT, num_warps=4
+    )
     return weights, rows, order.view(-1), block_list

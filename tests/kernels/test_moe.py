@@ -8,6 +8,7 @@ import torch
 from helpers import assert_close, rel_l2
 from torch.nn.functional import linear
 
+from berrylm_kernels import moe_router
 from berrylm_kernels.arguments import INTERPRETED
 from berrylm_kernels.moe import moe, route, swiglu
 from berrylm_kernels.moe_gemm import launch_down, launch_gate_up
@@ -82,6 +83,30 @@ def test_weights_need_not_be_renormalised(P):
     want = ops.moe(x.double(), *double(w), top_k=2, normalise=False)
     assert rel_l2(ops.moe(x.double(), *double(w), top_k=2, normalise=True), want) > 0.01
     assert_close("moe", moe(x, *w, top_k=2, normalise=False), want, FP32)
+
+
+@pytest.mark.parametrize("Fs", [16, 24], ids=["shared expert fused", "shared expert apart"])
+@pytest.mark.parametrize("P", PATHS)
+def test_a_residual_is_added_to_the_rounded_sum(P, Fs):
+    """The stream's addition belongs to the last kernel. In bf16 h + (a + b) and (h + a) + b differ in every third value."""
+    w = weights(24, 6, 16, Fs)
+    x, h = clear_tokens(P, w[0], 2), 100 * randn(P, 24, seed=7)
+    wide = torch.full((P, 40), float("nan"), device=DEVICE)
+    wide[:, 8:32] = h
+    y = moe(x, *w, top_k=2, normalise=True)
+    for residual in (h, wide[:, 8:32]):
+        assert torch.equal(moe(x, *w, top_k=2, normalise=True, residual=residual), h + y)
+    want = ops.moe(x.double(), *double(w), top_k=2, normalise=True, residual=h.double())
+    assert_close("moe", h + y, want, FP32)
+
+
+@GPU
+@pytest.mark.parametrize("P", [1, 5, 300])
+def test_a_residual_is_added_to_the_rounded_sum_in_bf16(P):
+    w = weights(512, 16, 256, 256, torch.bfloat16)
+    x, h = randn(P, 512, dtype=torch.bfloat16), randn(P, 512, dtype=torch.bfloat16, seed=7)
+    y = moe(x, *w, top_k=2, normalise=True)
+    assert torch.equal(moe(x, *w, top_k=2, normalise=True, residual=h), h + y)
 
 
 @GPU
@@ -256,11 +281,13 @@ def test_weights_may_start_anywhere_in_memory(P, dtype):
     assert_close("moe", moe(x, *moved, top_k=2, normalise=True), want, budget)
 
 
+@pytest.mark.parametrize("at_once", [True, False], ids=["one program", "many"])
 @pytest.mark.parametrize("P, E, top_k, BM", [(1, 5, 2, 16), (37, 128, 8, 16), (20, 10, 3, 32), (140, 4, 1, 64), (70, 3, 3, 16)])
 @pytest.mark.parametrize("with_shared", [True, False])
 @pytest.mark.parametrize("skew", [0.0, 30.0])
-def test_plan_covers_every_pair_once(P, E, top_k, BM, with_shared, skew):
+def test_plan_covers_every_pair_once(P, E, top_k, BM, with_shared, skew, at_once, monkeypatch):
     """Blocks: no row twice, none left out, none of another expert, and never more of them than the list has room for."""
+    monkeypatch.setattr(moe_router, "ONE_PROGRAM", 2**20 if at_once else 0)
     logits = randn(P, E) + skew * torch.arange(E, device=DEVICE) / E
     p, rows, order, blocks = plan(logits, top_k, True, with_shared, BM)
     want, experts = ops.route(logits, top_k, True)
@@ -344,11 +371,11 @@ def test_repeats_are_bitwise_equal(P):
     assert all(torch.equal(moe(x, *w, top_k=2, normalise=True), first) for _ in range(50))
 
 
-def refused(match, x=None, top_k=2, **changes):
+def refused(match, x=None, top_k=2, residual=None, **changes):
     names = ["router", "gate_up_proj", "down_proj", "shared_gate_up", "shared_down", "shared_gate"]
     w = dict(zip(names, weights(32, 5, 16, 16), strict=True)) | changes
     with pytest.raises(ValueError, match=match):
-        moe(randn(3, 32) if x is None else x, *w.values(), top_k=top_k, normalise=True)
+        moe(randn(3, 32) if x is None else x, *w.values(), top_k=top_k, normalise=True, residual=residual)
 
 
 def test_refusals_name_the_argument():
@@ -360,6 +387,8 @@ def test_refusals_name_the_argument():
     refused(r"moe: x, gate_up_proj", x=randn(3, 4, 32))
     refused(r"moe: shared_gate: expected shape \(1, 32\)", shared_gate=randn(2, 32))
     refused(r"moe: gate_up_proj: expected a contiguous tensor", gate_up_proj=gate_up.mT.contiguous().mT)
+    refused(r"moe: residual: expected shape \(3, 32\), got \(3, 31\)", residual=randn(3, 31))
+    refused(r"moe: residual: expected torch.float32", residual=randn(3, 32).double())
     refused(r"moe: router: expected torch.float32", router=randn(5, 32).double())
     with pytest.raises(ValueError, match=r"route: top_k: expected 1 \.\. 5, got 0"):
         route(randn(3, 5), 0, True)

@@ -161,3 +161,13 @@ def test_refuses_weights_that_do_not_fit_each_other(i, shape):
     w[i] = randn(*shape)
     with pytest.raises(ValueError, match="moe: down_proj, router, x"):
         moe(randn(2, D), *w, top_k=K, normalise=True)
+
+
+def test_a_residual_is_added_to_the_rounded_sum():
+    """The stream's addition is part of the op for kernels' sake, and rounds as if it stood behind it."""
+    w = [t.bfloat16() if torch.is_tensor(t) else tuple(u.bfloat16() for u in t) for t in weights()]
+    x, h = randn(9, D).bfloat16(), 10 * randn(9, D, seed=1).bfloat16()
+    y = moe(x, *w, top_k=K, normalise=True)
+    assert torch.equal(moe(x, *w, top_k=K, normalise=True, residual=h), h + y)
+    with pytest.raises(ValueError, match=r"moe: residual: expected shape \(9, .*\), got \(8, "):
+        moe(x, *w, top_k=K, normalise=True, residual=h[:8])
