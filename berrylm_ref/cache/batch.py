@@ -237,7 +237,7 @@ def upload(parts: list[Tensor], device: torch.device) -> list[Tensor]:
     if device.type != "cuda":
         return [part.to(device) for part in parts]
     starts = list(accumulate((-(-part.numel() // 2) * 2 for part in parts), initial=0))
-    host = torch.empty(starts[-1], dtype=torch.long, pin_memory=True)  # torch hands it on only when the copy is through
+    host = torch.empty(max(starts[-1], 1), dtype=torch.long, pin_memory=True)  # torch hands it on only when the copy is through
     for start, part in zip(starts, parts, strict=False):
         host[start : start + part.numel()] = part.flatten()
     there = host.to(device, non_blocking=True)

@@ -16,6 +16,7 @@ from .engine import Engine
 from .memory import plan_sizes
 from .params import SamplingParams
 from .request import Output, Request, make_requests
+from .runner import Runner, ladder
 from .sequential import run_alone
 
 
@@ -28,7 +29,10 @@ class LLM:
     prefix_cache: "auto", "extra_buffer", "no_buffer" or "off" (see ``cache.prefix``); page_size: tokens of a KV page;
     max_running_requests: sequences in one forward; max_total_tokens: KV memory in tokens; snapshot_bytes: memory for states
     kept at prefixes, of ``snapshot_dtype`` (None: as the states); chunked_prefill_size: tokens of one forward, None is 2048, on
-    a GPU 8192. sequential: run requests one after the other through the plain loop instead, the engine's twin.
+    a GPU 8192. overlap: schedule a step while the one before runs; None is yes on a GPU. cuda_graphs: decode in CUDA graphs;
+    None is yes with the triton backend on a GPU, without them the same steps run one launch at a time. decode_buckets: the batch
+    sizes of decode steps, rounded up to with padding (None: a ladder on a GPU, every size elsewhere; []: each batch built anew).
+    sequential: run requests one after the other through the plain loop instead, the engine's twin.
     """
 
     def __init__(
@@ -46,12 +50,17 @@ class LLM:
         snapshot_dtype: torch.dtype | str | None = None,
         kda_intra: str | list[str] = "dyadic",
         sequential: bool = False,
+        overlap: bool | None = None,
+        cuda_graphs: bool | None = None,
+        decode_buckets: list[int] | None = None,
     ):
         for name, value in (("page_size", page_size), ("max_running_requests", max_running_requests)):
             positive(name, value)
         for name, value in (("max_total_tokens", max_total_tokens), ("chunked_prefill_size", chunked_prefill_size)):
             positive(name, value, optional=True)
         positive("snapshot_bytes", snapshot_bytes, optional=True, least=0)
+        for bucket in decode_buckets or []:
+            positive("decode_buckets", bucket)
         ready = isinstance(folder, BerryLM)  # see from_model
         self.model = folder if ready else BerryLM.from_pretrained(
             folder, dtype=dtype, device=device, backend=backend, kda_intra=kda_intra
@@ -86,7 +95,25 @@ class LLM:
             pool = Pool(self.config, sizes, dtype=self.model.dtype, device=self.model.device)
             budget = chunked_prefill_size or (8192 if self.model.device.type == "cuda" else 2048)
             cache = PrefixCache(pool, strategy, ops.state_grid)
-            self.engine = Engine(self.model, cache, max_running=max_running_requests, token_budget=budget, known=self._known)
+            on_gpu = self.model.device.type == "cuda"
+            can_capture = on_gpu and ops.name == "triton"  # the plain ops read lengths on the host
+            if cuda_graphs and not can_capture:
+                raise ValueError(
+                    f"LLM: cuda_graphs: expected backend 'triton' on a CUDA device, got {ops.name!r} on {self.model.device}"
+                )
+            if decode_buckets is None:
+                every = range(1, max_running_requests + 1)
+                decode_buckets = ladder(max_running_requests) if on_gpu else list(every)
+            graphs = can_capture if cuda_graphs is None else cuda_graphs
+            self.engine = Engine(
+                self.model,
+                cache,
+                max_running=max_running_requests,
+                token_budget=budget,
+                known=self._known,
+                overlap=on_gpu if overlap is None else overlap,
+                runner=Runner(self.model, pool.caches, decode_buckets, graphs),
+            )
 
     @classmethod
     def from_model(cls, model: BerryLM, **options) -> "LLM":

@@ -63,6 +63,11 @@ class Request:
         return self._stops.matched if self._stops.stopped else self.output_ids[-1]
 
     @property
+    def steered(self) -> bool:
+        """What may come next depends on the tokens made so far, which the host must have for it."""
+        return self.params.penalised or self.constraint is not None
+
+    @property
     def row(self) -> Row:
         allowed = self.constraint(self.output_ids) if self.constraint else None
         return Row(self.params, self.seed, self.prompt_ids, self.output_ids, allowed)

@@ -1,0 +1,163 @@
+"""What a forward needs on the device, and how it gets there: in one copy, without waiting for the device.
+
+A batch in which every sequence brings one token runs over static buffers of the next bucket's size, on a GPU as one CUDA graph:
+
+    rows    [0 ...... n) the sequences    [n ...... bucket) padding: token 0 at position 0 of slot 0 and page 0, which are scratch
+
+What changes with every token is copied in (ids, positions, slots, the page of each row). What rarely changes lies on the device
+by slot: the page table, which a decode step extends itself, and the newest token of every sequence, for steps that are
+launched before the host knows it. Any other batch is packed anew by ``Batch.build``.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..cache.batch import Batch, Caches, Sequence, ints, upload
+from ..model import BerryLM
+from .scheduler import Part, Running
+
+UNKNOWN = -1  # a token that the device has and the host does not know yet
+
+
+def ladder(most: int) -> list[int]:
+    """1, 2, 4, 8, 16, 24, 32, 48, 64, 96, ... up to ``most`` sequences, which is the last."""
+    sizes = [1, 2, 4, 8]
+    while sizes[-1] < most:
+        power = 1 << (sizes[-1].bit_length() - 1)
+        sizes.append(sizes[-1] + (power // 2 if power > 8 else power))
+    return [size for size in sizes if size < most] + [most]
+
+
+@dataclass
+class Static:
+    """The buffers of one bucket."""
+
+    meta: Tensor  # [4, rows]: ids, positions, slots, pages
+    cu_seqlens: Tensor
+    rows: Tensor
+    logits: Tensor | None = None
+    graph: "torch.cuda.CUDAGraph | None" = None
+
+
+class Runner:
+    """Runs parts of sequences through the model.
+
+    buckets: batch sizes of the static path; none, and every batch is built anew. graphs: capture them in CUDA graphs, now.
+    """
+
+    def __init__(self, model: BerryLM, caches: Caches, buckets: list[int], graphs: bool = False):
+        self.model, self.caches, self.buckets = model, caches, sorted(buckets)
+        device, slots, size = caches.state.device, caches.state.shape[1], caches.page_size
+        self.device = device
+        width = min(-(-model.config.max_position_embeddings // size), caches.k_pages.shape[1])
+        self.table = torch.zeros(slots, width, dtype=torch.int32, device=device)  # by slot: the pages of its sequence
+        self.last = torch.zeros(slots, dtype=torch.long, device=device)  # by slot: its newest token
+        self.slots: Tensor | None = None  # of the last forward's parts
+        self._static: dict[int, Static] = {}
+        if graphs:
+            self.capture()
+
+    def forward(self, parts: list[Part]) -> Tensor:
+        """Logits [rows, V]: one row a part, one a token where the prompt is scored. Valid until the next forward."""
+        size = next((b for b in self.buckets if b >= len(parts)), None)
+        if size is not None and all(part.end - part.start == 1 for part in parts):
+            return self._decode(parts, size)
+        sequences = [
+            Sequence(
+                part.running.tokens[part.start : part.end] or [UNKNOWN],
+                part.start,
+                part.running.lease.pages,
+                part.running.lease.slot,
+                all_logits=part.scored,
+                boundaries=part.boundaries,
+            )
+            for part in parts
+        ]
+        batch = Batch.build(sequences, self.caches, self.last)
+        self.slots = batch.slots
+        return self.model.run(batch)[0]
+
+    def remember(self, at: Tensor | None, tokens: Tensor) -> None:
+        """``tokens`` are the newest of the last forward's parts, or of its parts ``at``."""
+        self.last[self.slots if at is None else self.slots[at]] = tokens
+
+    def _decode(self, parts: list[Part], size: int) -> Tensor:
+        static, n, page_size = self._buffers(size), len(parts), self.caches.page_size
+        meta = torch.zeros(4, static.meta.shape[1], dtype=torch.long, pin_memory=self.device.type == "cuda")
+        rows, stale = [], []
+        for part in parts:
+            running, start = part.running, part.start
+            tokens, lease = running.tokens, running.lease
+            page = start // page_size
+            if running.sent < page:
+                stale.append((running, running.sent, page))
+            running.sent = page + 1
+            rows.append((tokens[start] if start < len(tokens) else UNKNOWN, start, lease.slot, lease.pages[page]))
+        meta[:, :n] = torch.tensor(rows, dtype=torch.long).T
+        if stale:
+            self._send_pages(stale)
+        static.meta.copy_(meta, non_blocking=True)
+        if static.graph is not None:
+            static.graph.replay()
+        else:
+            static.logits = self._step(static)
+        self.slots = static.meta[2, :n]
+        return static.logits[:n]
+
+    def _send_pages(self, stale: list[tuple[Running, int, int]]) -> None:
+        """The pages begin .. end - 1 of sequences, which the table does not have; the newest comes with its token."""
+        slots, places, pages = [], [], []
+        for running, begin, end in stale:
+            slots += [running.lease.slot] * (end - begin)
+            places += range(begin, end)
+            pages += running.lease.pages[begin:end]
+        slots, places, pages = upload([ints(slots), ints(places), ints(pages)], self.device)
+        self.table[slots, places] = pages.int()
+
+    def _step(self, static: Static) -> Tensor:
+        """One token for every row; nothing in here waits for the host."""
+        rows, size = static.rows, self.caches.page_size
+        ids, positions, slots, pages = static.meta[:, : len(rows)]
+        ids = torch.where(ids == UNKNOWN, self.last[slots], ids)
+        self.table[slots, positions // size] = pages.int()
+        batch = Batch(
+            input_ids=ids,
+            positions=positions,
+            cu_seqlens=static.cu_seqlens,
+            context_lens=positions,
+            page_table=self.table[slots],
+            logit_rows=rows,
+            max_query_len=1,
+            slots=slots,
+            kv_rows=pages * size + positions % size,
+            caches=self.caches,
+        )
+        return self.model.run(batch)[0]
+
+    def _buffers(self, size: int) -> Static:
+        if size not in self._static:
+            stride = size + size % 2  # every row at 16 bytes
+            meta = torch.zeros(4, stride, dtype=torch.long, device=self.device)
+            rows = torch.arange(size + 1, device=self.device)
+            self._static[size] = Static(meta, rows, rows[:size])
+        return self._static[size]
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """One graph a bucket out of one pool of memory: the largest first, and the others fit into what it took."""
+        pool = None
+        with torch.cuda.device(self.device):
+            for size in reversed(self.buckets):
+                static = self._buffers(size)
+                side = torch.cuda.Stream()
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):  # kernels compile and libraries take their workspace outside the capture
+                    for _ in range(2):
+                        self._step(static)
+                torch.cuda.current_stream().wait_stream(side)
+                static.graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(static.graph, pool=pool, capture_error_mode="thread_local"):
+                    static.logits = self._step(static)
+                pool = static.graph.pool()
