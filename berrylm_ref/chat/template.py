@@ -144,8 +144,9 @@ def _messages(messages: Any, plain: Callable[[str], str]) -> list[dict]:
 def _in_order_of_calls(turns: list[dict]) -> list[dict]:
     """Neighbouring results, sorted by their call: a result does not show its id, so its place must say whose it is."""
     ordered: list[dict] = []
-    for role, group in groupby(turns, key=lambda turn: turn["role"]):
-        ordered += sorted(group, key=lambda turn: turn["order"]) if role == "tool" else group
+    for is_result, group in groupby(turns, key=lambda turn: turn["role"] == "tool"):
+        neighbours = list(group)
+        ordered += sorted(neighbours, key=lambda turn: turn["order"]) if is_result else neighbours
     return ordered
 
 

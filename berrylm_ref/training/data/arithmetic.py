@@ -54,7 +54,7 @@ def _check(a: int, op: str, b: int) -> None:
     elif fine and op == "*":
         fine = b < 100
     if not fine or not 0 <= calculate(a, op, b) <= LIMIT:
-        raise ValueError(f"worked: {a}{op}{b}: expected numbers from 0 to {LIMIT}, a >= b for -, a factor < 100, a divisor 2 to 9")
+        raise ValueError(f"worked: {a}{op}{b}: expected 0 to {LIMIT}, a >= b for -, a factor < 100, a divisor from 2 to 9")
 
 
 def _digits(number: int, count: int) -> list[int]:

@@ -2,9 +2,10 @@
 
 from random import Random
 
+from .arithmetic import calculate
 from .drills import drill
 from .exchange import Conversation, Exchange, assistant, user
-from .problem import Problem
+from .problem import Problem, number, possible
 from .problems import draw_problem
 from .retrieval import retrieval
 from .splits import check_split
@@ -37,8 +38,10 @@ SYSTEMS = [
 FOLLOW_UPS = [
     ("And if {b} more come?", "+"),
     ("Now add {b}.", "+"),
+    ("What if {b} are added?", "+"),
     ("And if {b} of them are lost?", "-"),
     ("Now take away {b}.", "-"),
+    ("And {b} less than that?", "-"),
     ("And {b} times that?", "*"),
     ("Now multiply it by {b}.", "*"),
 ]
@@ -83,11 +86,23 @@ def _drill(rng: Random, split: str) -> Problem:
 
 def _solved(problem: Problem, thinking: bool) -> Exchange:
     answer = assistant(problem.reply, problem.thinking if thinking else None)
-    return Exchange([user(problem.question), answer], problem.reply, without=("calculator",))
+    return Exchange([user(problem.question), answer], problem.reply, without=("calculator",), number=problem.answer)
 
 
 def _unaided(rng: Random, thinking: bool, split: str) -> Exchange:
     return _solved(draw_problem(rng, split), thinking)
+
+
+def _follow_up(answer: int, rng: Random, thinking: bool, split: str) -> Exchange | None:
+    """A question that goes on from the answer before it; None where that has too few numbers for one of the split."""
+    for _ in range(20):
+        text, op = rng.choice(FOLLOW_UPS)
+        step = (answer, op, number(rng, 2, 30 if op == "*" else 9999))
+        if possible(*step):
+            problem = Problem(text.format(b=step[2]), (step,), calculate(*step))
+            if split == "templates" or problem.held_out == (split == "operands"):
+                return _solved(problem, thinking)
+    return None
 
 
 def _whole(exchanges: list[Exchange], tools: list[dict] | None, thinking: bool, rng: Random) -> Conversation:
@@ -104,7 +119,12 @@ def _several_turns(rng: Random, thinking: bool, split: str) -> Conversation:
     with_tools = rng.random() < 0.5
     for i in range(rng.randint(2, 4)):
         call = with_tools and rng.random() < 0.6
-        exchanges.append(tool_exchange(rng, thinking, split) if call else rng.choice((talk, _unaided))(rng, thinking, split))
+        exchange = None
+        if exchanges and exchanges[-1].number is not None and rng.random() < 0.6:
+            exchange = _follow_up(exchanges[-1].number, rng, thinking, split)
+        if exchange is None:
+            exchange = tool_exchange(rng, thinking, split) if call else rng.choice((talk, _unaided))(rng, thinking, split)
+        exchanges.append(exchange)
         for message in exchanges[-1].messages:  # ids are unique in a conversation
             for made in message.get("tool_calls", ()):
                 made["id"] += f"_{i}"

@@ -67,6 +67,8 @@ def _sum(rng: Random) -> Step:
 
 def _difference(rng: Random) -> Step:
     a = number(rng, 2, LIMIT)
+    if rng.random() < 0.15:  # close numbers: the result has fewer digits than the columns
+        return a, "-", max(1, a - number(rng, 1, 99))
     return a, "-", min(_other(rng, a), a - 1)
 
 

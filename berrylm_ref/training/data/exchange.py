@@ -30,6 +30,7 @@ class Exchange:
     tools: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
     calls: list[tuple[str, dict]] = field(default_factory=list)
+    number: int | None = None  # the answer of a calculation, for a question that goes on from it
 
 
 def user(content: str) -> dict:

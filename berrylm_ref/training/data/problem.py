@@ -65,7 +65,8 @@ def fill(text: str, numbers: dict[str, int], rng: Random) -> str:
     she = first in words.SHE
     fields = {"A": first, "B": second, "o": things, "u": others, "c": colour, "e": other}
     fields |= {"he": "she" if she else "he", "his": "her" if she else "his", "k": rng.choice(words.BOXES)}
-    fields |= {"f": rng.choice(words.PEOPLE), "t": rng.choice(words.ITEMS), "s": rng.choice(words.SHOPS), "D": rng.choice(words.DAYS)}
+    fields |= {"f": rng.choice(words.PEOPLE), "t": rng.choice(words.ITEMS)}
+    fields |= {"s": rng.choice(words.PLACES), "D": rng.choice(words.DAYS)}
     filled = text.format_map(fields | numbers)
     return _SENTENCE.sub(lambda found: found[0].upper(), filled)
 

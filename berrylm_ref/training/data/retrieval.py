@@ -1,4 +1,4 @@
-"""Facts hidden in filler text, and questions about them turn after turn: an answer has few tokens, so each text is asked often."""
+"""Facts hidden in filler text, and questions about them turn after turn: answers are short, so each text is asked often."""
 
 import re
 from random import Random
@@ -16,10 +16,11 @@ NAMED = ["colour", "city", "day"]
 SUBJECTS = """the old farmer|a young teacher|the tall driver|my neighbour|the quiet painter|a happy child|the baker|the captain
 the doctor|a tired worker|the singer|our guide|the gardener|a small dog|the grey cat|the postman|a stranger|the student
 the smith|an old sailor""".replace("\n", "|").split("|")
-VERBS = """carried|found|saw|moved|painted|opened|closed|cleaned|watched|brought|forgot|repaired|sold|bought|left|followed|washed
-counted|kept|lost""".replace("\n", "|").split("|")
-OBJECTS = """a basket|the red door|an empty box|the long table|a silver spoon|the map|a wooden chair|the window|a heavy stone|the boat
-a letter|the lamp|a piece of bread|the fence|an umbrella|the garden gate|a bicycle|the blue coat|a bag of apples|the clock
+VERBS = """carried|found|saw|moved|painted|opened|closed|cleaned|watched|brought|forgot|repaired|sold|bought|left|followed
+washed|counted|kept|lost""".replace("\n", "|").split("|")
+OBJECTS = """a basket|the red door|an empty box|the long table|a silver spoon|the map|a wooden chair|the window
+a heavy stone|the boat|a letter|the lamp|a piece of bread|the fence|an umbrella|the garden gate
+a bicycle|the blue coat|a bag of apples|the clock
 """.strip().replace("\n", "|").split("|")
 PLACES = """near the river|behind the house|at the market|in the morning|after the rain|before noon|on the hill|by the lake
 under the bridge|in the village|along the road|beside the church|at night|in the forest|without a word|once again|for a while

@@ -8,12 +8,16 @@ from .problem import Problem, Step, choices, fill, number, possible, worded
 # Each entry: what is told, and the calculations; `v` is the number so far, other letters are new numbers.
 STARTS = [
     ("{A} has {a} {o}.", ""),
-    ("{A} [starts with|owns|keeps|begins with] {a} {o}.", ""),
-    ("There are {a} {o} [in the {s}|on the table|at the {s}].", ""),
+    ("{A} [starts with|started with|owns|keeps|begins with] {a} {o}.", ""),
+    ("There are {a} {o} [in the {s}|on the table|at the {s}|at the beach].", ""),
+    ("The {s} [owned|had|owns|has] {a} {o}.", ""),
+    ("[This morning|On {D}|Yesterday] {A} [had|found|collected|counted] {a} {o}.", ""),
     ("{A} has {a} {c} {o} and {b} {e} {o}.", "a+b"),
     ("{A} has {a} {o} and {B} has {b} {o}. They put them together.", "a+b"),
     ("{A} [fills|packs|brings|buys] {m} {k} with {a} {o} each.", "a*m"),
     ("In the {s} there are {m} {k} of {a} {o}.", "a*m"),
+    ("[Each|Every one] of {A}'s {m} {k} [contains|holds] {a} {o}.", "a*m"),
+    ("{A} [sold|brought|made] {a} {o} on {D} and {b} the day [after|before].", "a+b"),
     ("{A} has {m} times as many {o} as {B}, who has {a} {o}.", "a*m"),
     ("{B} has {a} {o}. {A} has {b} more.", "a+b"),
     ("{B} has {a} {o}. {A} has {b} fewer.", "a-b"),
@@ -22,8 +26,12 @@ EVENTS = [
     ("[Then|Later|After that] {A} [buys|finds|gets|makes|receives|adds] {a} more.", "v+a"),
     ("{B} [brings|gives {A}|sends] {a} more {o}.", "v+a"),
     ("On {D} {a} {o} [arrive|are added|are bought|come in].", "v+a"),
+    ("{A} [already had|also has|owns] {a} other {o}.", "v+a"),
     ("[Then|Later|Next] {A} [loses|sells|gives away|uses up|breaks|hands out] {a}.", "v-a"),
     ("{B} [takes|borrows|buys|carries off] {a} of them.", "v-a"),
+    ("{A} [eats|throws away|threw away|lost|sold|gave {B}] {a} {o}.", "v-a"),
+    ("They [throw away|lose|sell|use] {a} of them.", "v-a"),
+    ("[Sadly|One day] {a} of the {o} [break|are stolen|turn out broken|fall into the river].", "v-a"),
     ("On {D} {a} {o} [are sold|get lost|are taken away|are used].", "v-a"),
     ("[After a week|A month later|Soon] the number [doubles|has doubled].", "v*2"),
     ("[After a week|A month later|Soon] there are {m} times as many.", "v*m"),
@@ -33,11 +41,14 @@ QUESTIONS = [
     ("How many {o} are there [now|in the end|at the end]?", ""),
     ("How many {o} are left?", ""),
     ("How many {o} [is that|does that make]?", ""),
+    ("How many {o} [does {A} have|are there] [now|in the end|altogether]?", ""),
     ("What is the number of {o} now?", ""),
 ]
 SHARES = [
     ("They are [shared|split|divided] equally among {d} {f}. How many {o} does each get?", "v/d"),
     ("They are put into {d} {k}, the same number in each. How many are in one of them?", "v/d"),
+    ("{A} packs [them|all of them|the rest] [equally into|into] {d} {k}. How many {o} are in each?", "v/d"),
+    ("{d} {f} get them, each the same number. How many {o} [are that|does one get|does each get]?", "v/d"),
     ("Each of them costs {m} dollars. How many dollars are they worth?", "v*m"),
 ]
 

@@ -6,8 +6,10 @@ from .exchange import Exchange, assistant, user
 
 # topic | questions, the last kept for the split "templates" | answers
 INTENTS = [
-    ("greeting", "Hello!|Hi!|Hello there.|Hey!|Good evening.|Good day!|Hi there!|Good morning!", "Hello! Ask me a word problem, or let me call a tool."),
-    ("how I am", "How are you?|How are you today?|Are you well?|How do you do?", "I am well, thank you. What shall we calculate?"),
+    ("greeting", "Hello!|Hi!|Hello there.|Hey!|Good evening.|Good day!|Hi there!|Good morning!",
+     "Hello! Ask me a word problem, or let me call a tool."),
+    ("how I am", "How are you?|How are you today?|Are you well?|How do you do?",
+     "I am well, thank you. What shall we calculate?"),
     ("thanks", "Thanks!|Thank you.|Thank you very much!|Many thanks.|Great, thanks.", "You are welcome."),
     ("farewell", "Bye!|Goodbye.|See you later.|Good night.|See you!", "Goodbye!"),
     ("who I am", "Who are you?|What are you?|What is your name?|Introduce yourself.|Please tell me who you are.",
@@ -21,20 +23,25 @@ INTENTS = [
     ("what I cannot do", "What can you not do?|What are your limits?|What do you not know?|Name your limits.",
      "I know little beyond arithmetic, tools and this suite, and my numbers end at 10000."),
     ("the suite", "What is this suite?|What is BerryLM reference?|What is this project?|Explain this suite.",
-     "It is a reference for the BerryLM model: plain code, kernels, an engine and a server, each checked against the one before."),
-    ("linear attention", "What is linear attention?|What is a linear layer here?|Explain linear attention.|How does linear attention work?",
+     "It is a reference for the BerryLM model: plain code, kernels, engine and server, each checked against the one before."),
+    ("linear attention",
+     "What is linear attention?|What is a linear layer here?|Explain linear attention.|How does linear attention work?",
      "It keeps a state of fixed size instead of all keys and values, so a long text costs no more memory per token."),
     ("KDA", "What is KDA?|What does KDA mean?|Explain KDA.|Tell me about KDA.",
      "KDA is Kimi Delta Attention: a delta rule with a decay of its own for every channel."),
-    ("the delta rule", "What is the delta rule?|Explain the delta rule.|How does the delta rule work?|What does the delta rule do?",
+    ("the delta rule",
+     "What is the delta rule?|Explain the delta rule.|How does the delta rule work?|What does the delta rule do?",
      "It replaces what the state holds for a key by the new value, instead of adding to it."),
     ("the decay", "What is the decay?|What does the gate of KDA do?|Why does the state decay?|What is the gate for?",
      "The gate decides for every channel how much of the state is kept at each token."),
-    ("the clamp failure", "What is the clamp failure?|What goes wrong with clamped decays?|Explain the clamp failure.|Why is clamping wrong?",
+    ("the clamp failure",
+     "What is the clamp failure?|What goes wrong with clamped decays?|Explain the clamp failure.|Why is clamping wrong?",
      "Where decays are large, a clamped exponent changes the result: the answer is wrong although nothing overflows."),
-    ("dyadic anchors", "What are dyadic anchors?|What is the cure for the clamp failure?|How are the decays kept exact?|Explain dyadic anchors.",
+    ("dyadic anchors",
+     "What are dyadic anchors?|What is the cure for the clamp failure?|How are the decays kept exact?|Explain dyadic anchors.",
      "They split a block in halves, so that every exponent is a sum of decays and never positive."),
-    ("full attention", "What is full attention?|How many layers have full attention?|What do the full layers do?|Explain full attention.",
+    ("full attention",
+     "What is full attention?|How many layers have full attention?|What do the full layers do?|Explain full attention.",
      "Every fourth layer attends to all tokens before it and keeps their keys and values."),
     ("AttnRes", "What is AttnRes?|What are attention residuals?|Explain AttnRes.|Tell me about AttnRes.",
      "With AttnRes a layer attends to the outputs of the blocks below it instead of only adding to one stream."),
@@ -42,7 +49,8 @@ INTENTS = [
      "A router sends each token to a few of many small networks, and one shared expert sees every token."),
     ("the router", "What does the router do?|How are experts chosen?|What is the router?|Tell me about the router.",
      "It scores the experts for each token and picks the four best."),
-    ("the prefix cache", "What is the prefix cache?|Why is the second turn faster?|How does cache reuse work?|What is cached between turns?",
+    ("the prefix cache",
+     "What is the prefix cache?|Why is the second turn faster?|How does cache reuse work?|What is cached between turns?",
      "The engine keeps pages and states of what it has read, so a prompt that begins the same way is not read again."),
     ("snapshots", "What is a snapshot?|Why are there snapshots?|What are snapshots for?|Explain snapshots.",
      "A snapshot is a copy of the states of all linear layers after a number of tokens; a state cannot be cut, so it is kept."),
@@ -60,16 +68,20 @@ INTENTS = [
      "If tools are listed I write a call with its arguments, and you send the result back."),
     ("truth", "Are you always right?|Do you make mistakes?|Can I trust you?|Are your answers correct?",
      "No. I am small and sometimes wrong, so check what matters."),
-    ("being a machine", "Are you human?|Are you alive?|Do you have feelings?|Are you a person?", "No, I am a program that predicts tokens."),
+    ("being a machine", "Are you human?|Are you alive?|Do you have feelings?|Are you a person?",
+     "No, I am a program that predicts tokens."),
     ("a joke", "Tell me a joke.|Do you know a joke?|Make me laugh.|Say something funny.",
      "Why did the state forget? Because its decay was not clamped."),
-    ("a poem", "Write a poem.|Can you write a poem?|A poem, please.|Do you write poems?", "Numbers and tools are mine, poems are not."),
+    ("a poem", "Write a poem.|Can you write a poem?|A poem, please.|Do you write poems?",
+     "Numbers and tools are mine, poems are not."),
 ]
 UNKNOWN = "I do not know that. I know arithmetic, tools and this suite."
-ASK = ["Who won {}?", "What is the capital of {}?", "Who wrote {}?", "When was {} born?", "How old is {}?", "What do you think of {}?",
+ASK = ["Who won {}?", "What is the capital of {}?", "Who wrote {}?", "When was {} born?", "How old is {}?",
+ "What do you think of {}?",
        "Tell me about {}.", "Who is the president of {}?"]  # fmt: skip
-ABOUT = """the football cup|the election|the race|France|Brazil|Norway|Egypt|Canada|Hamlet|the news|Mozart|Einstein|Napoleon|the king
-the war|the stock market|Shakespeare|Rome|the moon|football|the weather of tomorrow|music|history|China|India|Peru""".replace("\n", "|").split("|")
+ABOUT = """the football cup|the election|the race|France|Brazil|Norway|Egypt|Canada|Hamlet|the news|Mozart|Einstein
+Napoleon|the king|the war|the stock market|Shakespeare|Rome|the moon|football|music|history
+China|India|Peru""".replace("\n", "|").split("|")
 
 
 def talk(rng: Random, thinking: bool, split: str) -> Exchange:

@@ -35,7 +35,8 @@ SEEN = [
     ("A rope of {n} metres is cut into pieces of {d} metres. How many pieces are there?", "n/d", "d=2..9 q=2..5000 n=q*d"),
     ("{A} has {n} {o} and fills {k} with {d} {o} each. How many full {k} does {he} get?", "n/d r", "d=2..9 n=20..9999"),
     # two steps
-    ("{A} has {a} {o}. {he} gets {b} from {B} and [gives|sells|sends] {c1} to a friend. How many does {he} have now?", "a+b x-c1", ""),
+    ("{A} has {a} {o}. {he} gets {b} from {B} and [gives|sells|sends] {c1} to a friend. How many does {he} have now?",
+     "a+b x-c1", ""),
     ("{A} had {a} dollars, spent {b} dollars on a {t} and earned {c1} dollars. How much money does {A} have?", "a-b x+c1", ""),
     ("The {s} has {a} {k} of {b} {o} and {c1} loose {o}. How many {o} is that?", "b*a x+c1", "a=2..40"),
     ("{A} buys {a} {t}s for {b} dollars each and pays with {n} dollars. How much change does {he} get?", "b*a n-x", "a=2..9"),
@@ -51,7 +52,8 @@ SEEN = [
     ("{A} makes {n} {o} in {d} hours. How many does {he} make in {b} hours at that speed?", "n/d x*b",
      "d=2..9 q=2..900 n=q*d b=2..9"),
     ("A {s} ordered {a} {o}. {b} were broken and {c1} were sold. How many are left?", "a-b x-c1", ""),
-    ("{A} saves {a} dollars each week. How many dollars are missing after {b} weeks for a {t} of {n} dollars?", "a*b n-x", "b=2..20"),
+    ("{A} saves {a} dollars each week. How many dollars are missing after {b} weeks for a {t} of {n} dollars?", "a*b n-x",
+     "b=2..20"),
     ("{A} cycled {a} km on {D}, {b} km the next day and {c1} km the day after. How far was that?", "a+b x+c1", ""),
     ("Two groups have {a} and {b} {f}. {c1} of them are ill. How many are well?", "a+b x-c1", ""),
     ("Each of {a} {f} brings {b} {o}, and the teacher brings {c1}. How many {o} are there?", "b*a x+c1", "a=2..40"),
@@ -72,25 +74,27 @@ SEEN = [
      "a+b a+x y-c1", ""),
     ("A train has {a} cars with {b} seats. {c1} seats are taken and {e1} are broken. How many seats are free?",
      "b*a x-c1 y-e1", "a=2..30"),
-    ("{A} earns {a} dollars on {D} and {b} dollars the day after, pays {c1} dollars and splits the rest with {B}. How much is that?",
+    ("{A} earns {a} dollars on {D} and {b} dollars the day after, pays {c1} dollars and splits the rest with {B}. What is half?",
      "a+b x-c1 y/2", "a=10..5000 b=10..5000"),
-    ("A {s} has {a} shelves of {b} {o} and {e1} shelves of {h} {o}. How many {o} does it have?", "b*a h*e1 x+y", "a=2..30 e1=2..30"),
+    ("A {s} has {a} shelves of {b} {o} and {e1} shelves of {h} {o}. How many {o} does it have?", "b*a h*e1 x+y",
+     "a=2..30 e1=2..30"),
     ("{A} packs {a} {o} an hour and {B} packs {b}. How many do they pack in {d} hours, if {c1} {o} are packed already?",
      "a+b x*d y+c1", "d=2..9"),
     ("{n} {f} sit at {d} tables equally. At each table {b} more sit down, then {c1} leave. How many sit at a table?",
      "n/d x+b y-c1", "d=2..9 q=5..900 n=q*d"),
     # four steps
-    ("{A} has {a} {o} and buys {b} {k} of {h} {o}. {he} gives {c1} to {B} and shares the rest with {d} {f} equally, keeping none. "
+    ("{A} has {a} {o} and buys {b} {k} of {h} {o}. {he} gives {c1} to {B} and shares the rest among {d} {f} equally. "
      "How many does each get?", "h*b a+x y-c1 z/d", "d=2..9 b=2..9 h=3..300 a=5..2000 c1=2..999"),
     ("A {s} has {a} {k} of {b} {o} and {e1} {k} of {h} {o}. {c1} are sold. How many {o} are left?", "b*a h*e1 x+y z-c1",
      "a=2..20 e1=2..20"),
     ("{A} buys {a} {t}s at {b} dollars and {e1} lamps at {h} dollars and pays {n} dollars. How much comes back?",
      "b*a h*e1 x+y n-z", "a=2..9 e1=2..9"),
-    ("{A} runs {a} metres on each of {b} days, {c1} metres on one day and {h} on another, {n} fewer than planned. What was planned?",
+    ("{A} runs {a} metres on {b} days each, {c1} metres on one day and {h} on another, {n} less than planned. What was planned?",
      "a*b x+c1 y+h z+n", "b=2..9"),
     ("{A} had {a} dollars, earned {b} dollars, spent {c1} dollars, and did the same the next week. How much does {he} have?",
      "a+b x-c1 y+b z-c1", ""),
-    ("{a} {c} and {b} {e} {o} lie in each of {d} {k}. {c1} are sold and {h} are added. How many are there?", "a+b x*d y-c1 z+h", "d=2..9"),
+    ("{a} {c} and {b} {e} {o} lie in each of {d} {k}. {c1} are sold and {h} are added. How many are there?",
+     "a+b x*d y-c1 z+h", "d=2..9"),
 ]
 
 HELD = [
@@ -99,9 +103,11 @@ HELD = [
     ("Every one of the {a} {k} in the kitchen contains {b} {o}. How many {o} are in the kitchen?", "b*a", "a=2..30"),
     ("{A} has {a} {o}. {he} loses {b} and then finds {c1}. How many {o} does {A} have now?", "a-b x+c1", ""),
     ("{A} buys {a} {k} with {b} {o} each and eats {c1} {o}. How many {o} are left?", "b*a x-c1", "a=2..20"),
-    ("{n} dollars are shared equally by {d} {f}. {A} is one of them and already had {b} dollars. How much does {A} have now?", "n/d x+b",
+    ("{n} dollars are shared equally by {d} {f}. {A} is one of them and already had {b} dollars. How much does {A} have now?",
+     "n/d x+b",
      "d=2..9 q=2..900 n=q*d"),
-    ("{A} sold {a} tickets on {D} and {b} the next day. {he} started with {n} tickets. How many tickets are left?", "a+b n-x", ""),
+    ("{A} sold {a} tickets on {D} and {b} the next day. {he} started with {n} tickets. How many tickets are left?", "a+b n-x",
+     ""),
     ("{A} has {a} {o} and {B} has {b}. They put them together, throw {c1} away and pack the rest into {d} {k} equally. "
      "How many {o} are in each?", "a+b x-c1 y/d", "d=2..9 q=2..900 n=q*d c1=2..999 m=n+c1 a=1..9999 b=m-a"),
 ]

@@ -3,10 +3,12 @@
 A question's fields are the call's arguments; `{}`-fields of the answer come from arguments and result.
 """
 
+import re
 from dataclasses import dataclass
 from random import Random
 
 from . import words
+from .arithmetic import calculate
 from .problem import number
 from .splits import held_out_pair, held_out_value
 
@@ -37,7 +39,8 @@ TOOLS = {
             "calculator",
             ("Evaluates an expression.", "Calculates the value of an expression."),
             {"expression": "string"},
-            ("Use the calculator for {expression}.", "What is {expression}? Use the calculator.", "Let the calculator compute {expression}.",
+            ("Use the calculator for {expression}.", "What is {expression}? Use the calculator.",
+             "Let the calculator compute {expression}.",
              "Please calculate {expression} with the calculator.", "Take the calculator and tell me {expression}."),
             "calculator: {expression}",
             "The answer is {result}.",
@@ -83,7 +86,8 @@ TOOLS = {
             "find_book",
             ("Looks a book up in the library.", "Searches the shelf of a book."),
             {"title": "string"},
-            ("Where is the book {title}?", "Find the book {title}.", "On which shelf is {title}?", "I look for the book {title}."),
+            ("Where is the book {title}?", "Find the book {title}.", "On which shelf is {title}?",
+             "I look for the book {title}."),
             "book: {title}",
             "{title} is on shelf {shelf}.",
         ),
@@ -91,7 +95,8 @@ TOOLS = {
             "send_message",
             ("Sends a text to a person.", "Sends a message."),
             {"to": "string", "text": "string"},
-            ("Send {to} the message: {text}", "Write to {to}: {text}", "Tell {to} this: {text}", "A message for {to}, please: {text}"),
+            ("Send {to} the message: {text}", "Write to {to}: {text}", "Tell {to} this: {text}",
+             "A message for {to}, please: {text}"),
             "message: {to}",
             "The message to {to} is sent.",
         ),
@@ -131,7 +136,8 @@ def arguments(name: str, rng: Random, unseen: bool) -> dict:
 def result(name: str, given: dict, rng: Random) -> dict:
     """What the tool might return."""
     if name == "calculator":
-        return {"result": eval(given["expression"], {})}
+        a, op, b = re.fullmatch(r"(\d+)(.)(\d+)", given["expression"]).groups()
+        return {"result": calculate(int(a), op, int(b))}
     return {
         "get_weather": lambda: {"temperature": rng.randint(-15, 40), "sky": rng.choice(SKIES)},
         "convert_units": lambda: {"result": rng.choice((number(rng), round(number(rng) / 10, 1)))},

@@ -13,11 +13,13 @@ tiles nails screws bolts boxes bags baskets flowers roses tulips trees seeds fis
 BOXES = "boxes bags baskets crates jars trays packs cartons drawers bins".split()
 COLOURS = "red blue green yellow white black brown purple orange pink grey golden".split()
 PEOPLE = "friends children students players workers neighbours cousins guests teachers visitors".split()
-SHOPS = "shop market store bakery farm school library museum factory garden".split()
+PLACES = """shop market store bakery farm school library museum factory garden kitchen cellar office park hotel harbour
+camp""".split()
 ITEMS = """ticket book lamp chair table shirt jacket hat bag ball game toy cake pizza carpet notebook pen mug plate plant clock
 bike tent rope bucket""".split()
 DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-CITIES = """Paris London Berlin Madrid Rome Vienna Prague Warsaw Oslo Helsinki Dublin Lisbon Athens Cairo Nairobi Lagos Accra Tunis
+CITIES = """Paris London Berlin Madrid Rome Vienna Prague Warsaw Oslo Helsinki Dublin Lisbon Athens Cairo Nairobi Lagos Accra
+Tunis
 Delhi Mumbai Tokyo Osaka Kyoto Seoul Beijing Shanghai Bangkok Hanoi Manila Jakarta Sydney Perth Auckland Toronto Montreal Boston
 Chicago Denver Dallas Seattle Austin Miami Lima Quito Bogota Havana Santiago Tallinn Riga Vilnius Zurich Geneva Milan Turin Naples
 Porto Seville Lyon Nice Hamburg Munich Cologne Krakow Sofia Zagreb Ankara Doha Dubai Bergen Malmo Ghent""".split()
