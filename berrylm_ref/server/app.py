@@ -20,6 +20,7 @@ from .guard import Guard
 from .limits import Limits
 from .metrics import CONTENT_TYPE, Metrics
 from .protocol import ApiError
+from .tokens import token_routes
 
 
 def create_app(llm: LLM, model_name: str, limits: Limits | None = None, api_key: str | None = None) -> FastAPI:
@@ -40,7 +41,7 @@ def create_app(llm: LLM, model_name: str, limits: Limits | None = None, api_key:
     app.state.llm, app.state.model_name, app.state.engine = llm, model_name, gate
     app.add_middleware(Guard, gate=gate, key=None if api_key is None else ApiKey(api_key))
     add_error_handlers(app)
-    for router in (completions.router, generate.router):
+    for router in (completions.router, generate.router, token_routes(llm, model_name)):
         app.include_router(router)
     started = int(time.time())
 
