@@ -1,0 +1,99 @@
+"""``berrylm parity``: how far a server, or another implementation of the model's parts, is from the reference."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .common import BackendName, Device, Dtype, clear_errors
+
+parity = typer.Typer(add_completion=False)
+
+Json = Annotated[Path | None, typer.Option("--json", help="write every number here")]
+Plot = Annotated[Path | None, typer.Option(help="write a picture (PNG) here")]
+Prompts = Annotated[Path | None, typer.Option(help="own prompts: a JSON list of ids, or a JSON string, in each line")]
+Seed = Annotated[int, typer.Option(help="of the built-in prompts")]
+ReferenceDevice = Annotated[str, typer.Option(help="where the reference runs: cpu or cuda")]
+
+
+@parity.callback(invoke_without_command=True)
+def served(
+    context: typer.Context,
+    model: Annotated[Path | None, typer.Option(help="checkpoint folder of the reference")] = None,
+    url: Annotated[str | None, typer.Option(help="server to compare, as http://127.0.0.1:30000")] = None,
+    launch: Annotated[bool, typer.Option(help="start our own server for the run")] = False,
+    api_key: Annotated[str | None, typer.Option(help="sent as a bearer token")] = None,
+    protocol: Annotated[str, typer.Option(help="auto, generate (SGLang) or completions (OpenAI, vLLM)")] = "auto",
+    prompts: Prompts = None,
+    short: Annotated[int, typer.Option(help="built-in prompts of 20 to 400 ids", min=0)] = 8,
+    documents: Annotated[int, typer.Option(help="built-in documents of 6000 to 8000 ids", min=0)] = 2,
+    document_length: Annotated[int | None, typer.Option(help="ids of each document instead", min=20)] = None,
+    new_tokens: Annotated[int, typer.Option(help="tokens to decode after each prompt", min=1)] = 16,
+    window: Annotated[int, typer.Option(help="documents: means over so many tokens", min=1)] = 8192,
+    quick: Annotated[bool, typer.Option(help="prompts up to 120 ids, documents of 600: for a CPU")] = False,
+    seed: Seed = 0,
+    reference_dtype: Annotated[str, typer.Option(help="float32 or float64")] = "float32",
+    reference_device: ReferenceDevice = "cpu",
+    budget: Annotated[float, typer.Option(help="largest mean |delta logprob|, as a multiple of the floor")] = 1.2,
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+    backend: BackendName = "auto",
+    json: Json = None,
+    plot: Plot = None,
+) -> None:
+    """Score fixed ids and decode greedily over HTTP, and compare with the teacher-forced torch reference.
+
+    --dtype, --device and --backend are those of the server that --launch starts. The floor, bf16 torch on the same ids, is
+    measured in the same run. The exit status is 1 when something is out of budget.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from contextlib import nullcontext
+
+    from rich.console import Console
+
+    from ..parity.client import Http
+    from ..parity.connect import connect
+    from ..parity.launch import launched
+    from ..parity.measure import measure
+    from ..parity.report import draw, print_result, write_json
+
+    if model is None:
+        raise typer.BadParameter("expected --model")
+    if (url is None) == (not launch):
+        raise typer.BadParameter("expected exactly one of --url and --launch")
+    console = Console()
+    with clear_errors():
+        own = texts(
+            model, prompts, new_tokens=new_tokens, short=short, documents=documents, document_length=document_length, quick=quick,
+            seed=seed,
+        )  # fmt: skip
+        with launched(model, dtype, device, backend) if launch else nullcontext(url) as address:
+            api = connect(Http(address, api_key), protocol, own[0].ids[:4])
+            with console.status("starting") as status:
+                result = measure(
+                    model, api, own, new_tokens=new_tokens, reference_dtype=reference_dtype, device=reference_device,
+                    budget=budget, window=window, on_step=status.update,
+                )  # fmt: skip
+        print_result(result, console)
+        if json is not None:
+            write_json(result, json)
+        if plot is not None:
+            draw(result, plot)
+    if result.findings:
+        raise typer.Exit(1)
+
+
+def texts(model: Path, prompts: Path | None, **options):
+    """The prompts of the options: a file's, or the built-in ones cut to the model's context."""
+    from ..config import BerryLMConfig
+    from ..parity.prompts import read_prompts, seeded_prompts
+    from ..tokenizer import Tokenizer
+
+    config, tokenizer = BerryLMConfig.from_pretrained(model), Tokenizer.from_folder(model)
+    if prompts is not None:
+        return read_prompts(prompts, tokenizer, options["seed"])
+    own = seeded_prompts(vocab_size=config.vocab_size, context=config.max_position_embeddings, tokenizer=tokenizer, **options)
+    if not own:
+        raise ValueError("parity: prompts: expected at least one, got --short 0 --documents 0")
+    return own
