@@ -8,9 +8,10 @@ from .commands.bench import bench
 from .commands.generate import generate
 from .commands.serve import serve
 from .commands.shadow_report import shadow_report
+from .commands.train_nano import train_nano
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-for command in (generate, shadow_report, serve):
+for command in (generate, shadow_report, serve, train_nano):
     app.command()(command)
 app.add_typer(bench, name="bench")
 
