@@ -125,10 +125,13 @@ class GatedAttention(Merged):
         q, k, v = self.project(x)
         q = q.unflatten(-1, (c.num_attention_heads, -1))  # [P, heads, 2D]: query and gate, head by head
         k, v = (y.unflatten(-1, (c.num_key_value_heads, -1)) for y in (k, v))
+        append = None
+        if batch.caches is not None:
+            append = v, batch.caches.k_pages[layer], batch.caches.v_pages[layer], batch.kv_rows
         q, k, gate = ops.qk_norm_rope(
-            q, k, self.q_norm.weight, self.k_norm.weight, c.rms_norm_eps, *rope, output_gate=c.attn_output_gate
+            q, k, self.q_norm.weight, self.k_norm.weight, c.rms_norm_eps, *rope, c.attn_output_gate, append
         )
-        k_pages, v_pages = batch.extend_kv(layer, k, v)
+        _, k_pages, v_pages, _ = append or (v, k.unsqueeze(1), v.unsqueeze(1), None)  # without caches: pages of one token
         o = ops.paged_attention(
             q, k_pages, v_pages, batch.page_table, batch.cu_seqlens, batch.context_lens, c.head_dim**-0.5, gate,
             max_query_len=batch.max_query_len,

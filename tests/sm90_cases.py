@@ -111,7 +111,8 @@ def by_name(fn, element="bf16", num_warps=4, **constants_and_limits):
     limits = {name: constants_and_limits.pop(name) for name in ("num_stages", "shared", "registers", "options", "stack")
               if name in constants_and_limits}  # fmt: skip
     named = dict.fromkeys(("eps", "norm_eps", "scale"), "fp32") | dict.fromkeys(("P", "N", "R", "S", "rows", "blocks"), "i32")
-    named |= {"page_table": "*i32", "cu_seqlens": "*i64", "context_lens": "*i64", "parts": "*fp32", "lses": "*fp32"}
+    named |= dict.fromkeys(("cu_seqlens", "context_lens", "places"), "*i64")
+    named |= {"page_table": "*i32", "parts": "*fp32", "lses": "*fp32"}
     names = [name for name in fn.arg_names if name not in constants_and_limits]
     strides = tuple(name for name in names if name.startswith("stride_"))
     types = {name: "i32" if name in strides else named.get(name, POINTERS[element]) for name in names}
@@ -165,7 +166,7 @@ def moe_products():
 UNFUSED = {"enable_fp_fusion": False}
 MIXER = dict(IS_GATED=True, USE_NORM=True, options=UNFUSED)
 ADD = dict(USE_ADD=True, USE_WEIGHT=True, IS_MEAN=True)
-ROPE = dict(HQ=16, HK=2, D=256, R=64, BR=8, BD=256, BH=32)
+ROPE = dict(HQ=16, HK=2, D=256, R=64, BR=8, BD=256, BH=32, APPEND=True)
 MERGE = dict(BS=64, MIN_SHARE=attention_decode.MIN_SHARE, BM=attention_decode.BM, BMD=attention_decode.BMD, USE_GATE=True)
 CONV = dict(C=8192, W=4, BT=conv.BT, BA=conv.BA, BC=conv.BC, STEPS=4, BN=64)
 

@@ -11,16 +11,30 @@ QUERY_ROWS = 1024  # queries scored at once: bounds the score matrix of a long p
 
 
 def qk_norm_rope(
-    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor, output_gate: bool
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    output_gate: bool,
+    append: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """What stands between the projections and the scores: split off the gate, norm each head, rotate.
 
     q [P, heads, 2D] with ``output_gate``, each head's rows being [query | gate], else [P, heads, D]; k [P, kv_heads, D];
-    weights [D], zero-centred; cos and sin [P, rotary_dim]. Returns q [P, heads, D], k [P, kv_heads, D], and the gate
-    [P, heads, D] or None.
+    weights [D], zero-centred; cos and sin [P, rotary_dim]. ``append`` = (v, k_pages, v_pages, places): the keys and v
+    [P, kv_heads, D] are also written into the pages [pages, page_size, kv_heads, D], token p at places[p] = page * page_size +
+    offset. Returns q [P, heads, D], k [P, kv_heads, D], and the gate [P, heads, D] or None.
     """
     q, gate = q.chunk(2, -1) if output_gate else (q, None)
-    return apply_rope(rms_norm(q, q_weight, eps), cos, sin), apply_rope(rms_norm(k, k_weight, eps), cos, sin), gate
+    q, k = apply_rope(rms_norm(q, q_weight, eps), cos, sin), apply_rope(rms_norm(k, k_weight, eps), cos, sin)
+    if append is not None:
+        v, k_pages, v_pages, places = append
+        k_pages.flatten(0, 1)[places] = k
+        v_pages.flatten(0, 1)[places] = v
+    return q, k, gate
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -193,6 +193,47 @@ def test_qk_norm_rope_reads_strided_heads_and_nothing_beside_them():
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+@pytest.mark.parametrize("kv_heads, D", [(2, 32), (1, 24)])
+def test_keys_and_values_go_into_their_pages_and_nowhere_else(kv_heads, D):
+    """The append that belongs to the layer, in the launch that makes the keys; v is a column range of a wider projection."""
+    P, dtype = 9, torch.float32
+    q, k = randn(P, 4, 2 * D), randn(P, kv_heads, D, seed=1)
+    v = torch.full((P, 3 * kv_heads * D), float("nan"), device=DEVICE)[:, kv_heads * D : 2 * kv_heads * D].unflatten(-1, (-1, D))
+    v.copy_(randn(P, kv_heads, D, seed=4))
+    common = randn(D, seed=2), randn(D, seed=3), EPS, *rope_angles(torch.arange(P, device=DEVICE), 8, 1e7, dtype), True
+    places = torch.randperm(40, generator=torch.Generator().manual_seed(0))[:P].to(DEVICE)
+    want = qk_norm_rope(q, k, *common)
+    for op in (qk_norm_rope, ops.qk_norm_rope):
+        pages = [torch.full((10, 4, kv_heads, D), 7.0, device=DEVICE) for _ in range(2)]
+        got = op(q, k, *common, append=(v, *pages, places))
+        assert all(rel_l2(a, b) < FP32 for a, b in zip(got, want, strict=True))
+        for x, page in ((got[1], pages[0]), (v, pages[1])):
+            rows = page.flatten(0, 1)
+            assert torch.equal(rows[places], x)
+            others = torch.ones(40, dtype=torch.bool, device=DEVICE).index_fill(0, places, False)
+            assert (rows[others] == 7.0).all()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"v": torch.ones(3, 2, 16)}, r"v: expected shape \(3, 2, 32\)"),
+        ({"k_pages": torch.ones(5, 4, 1, 32)}, r"k_pages: expected contiguous \[pages, page_size, 2, 32\], got \(5, 4, 1, 32\)"),
+        ({"v_pages": torch.ones(5, 8, 2, 32)[:, ::2]}, r"v_pages: expected contiguous .* with strides"),
+        ({"v_pages": torch.ones(5, 4, 2, 32).double()}, "v_pages: expected torch.float32"),
+        ({"places": torch.zeros(2, dtype=torch.int64)}, r"places: expected shape \(3,\), got \(2,\)"),
+        ({"places": torch.zeros(3)}, "places: expected int32 or int64"),
+    ],
+)
+def test_what_cannot_be_appended_is_refused_by_name(change, message):
+    append = {"v": torch.ones(3, 2, 32), "k_pages": torch.ones(5, 4, 2, 32), "v_pages": torch.ones(5, 4, 2, 32),
+              "places": torch.arange(3)} | change  # fmt: skip
+    angles = torch.ones(3, 8, device=DEVICE)
+    with pytest.raises(ValueError, match=f"^qk_norm_rope: {message}"):
+        qk_norm_rope(randn(3, 4, 32), randn(3, 2, 32), randn(32), randn(32), EPS, angles, angles, False,
+                     tuple(x.to(DEVICE) for x in append.values()))  # fmt: skip
+
+
 def test_qk_norm_rope_of_no_tokens():
     angles = rope_angles(torch.arange(0, device=DEVICE), 8, 1e7, torch.float32)
     q, k, _ = qk_norm_rope(randn(0, 4, 32), randn(0, 2, 32), randn(32), randn(32), EPS, *angles, False)
