@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from .common import BackendName, Device, Dtype, clear_errors
+from .common import BackendName, Device, Dtype, Model, clear_errors
+from .generate import token_ids
 
 parity = typer.Typer(add_completion=False)
 
@@ -97,3 +98,51 @@ def texts(model: Path, prompts: Path | None, **options):
     if not own:
         raise ValueError("parity: prompts: expected at least one, got --short 0 --documents 0")
     return own
+
+
+@parity.command()
+def layers(
+    model: Model,
+    a: Annotated[str, typer.Option(help="trusted side: torch-fp64|fp32|bf16, triton-*, fla-bf16, torch-*+clamped, transformers")],
+    b: Annotated[str, typer.Option(help="side to judge")],
+    ids: Annotated[str | None, typer.Option(help="token ids of one prompt, separated by spaces or commas")] = None,
+    prompts: Prompts = None,
+    length: Annotated[int, typer.Option(help="ids of the longer of the two built-in prompts", min=10)] = 200,
+    factor: Annotated[float, typer.Option(help="budget of a tensor in lockstep, as a multiple of the floor there")] = 3.0,
+    layer_factor: Annotated[float, typer.Option(help="budget of a layer running free, as a multiple of the floor there")] = 2.0,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    json: Json = None,
+    plot: Plot = None,
+) -> None:
+    """Where side b leaves side a: error layer by layer, then every op on the same inputs. Exit status 1 when out of budget."""
+    from rich.console import Console
+
+    from ..parity.layers import compare_layers
+    from ..parity.layers_report import draw_layers, print_layers, write_layers
+    from ..parity.sides import Sides
+
+    if ids is not None and prompts is not None:
+        raise typer.BadParameter("expected at most one of --ids and --prompts")
+    console = Console()
+    with clear_errors():
+        if ids is not None:
+            own = [token_ids(ids)]
+        elif prompts is not None:
+            own = [prompt.ids for prompt in texts(model, prompts, seed=seed)]
+        else:
+            built = texts(model, None, new_tokens=1, short=0, documents=1, document_length=length, seed=seed)[0].ids
+            own = [built, built[: len(built) * 3 // 5]]
+        sides = Sides(model, device)
+        with console.status("loading") as status:
+            one, other = sides.side(a), sides.side(b)
+            report = compare_layers(
+                sides, one, other, own, factor=factor, hidden_factor=layer_factor, on_step=status.update
+            )  # fmt: skip
+        print_layers(report, console)
+        if json is not None:
+            write_layers(report, json)
+        if plot is not None:
+            draw_layers(report, plot)
+    if not report.ok:
+        raise typer.Exit(1)

@@ -19,7 +19,7 @@ LEAST = {torch.float64: 1e-13, torch.float32: 3e-8, torch.bfloat16: 2e-3}  # rel
 OUTPUTS = {
     "attn_res_norm": ("mixed", "normed"),
     "add_rms_norm": ("sum", "normed"),
-    "qk_norm_rope": ("q", "k", "gate"),
+    "qk_norm_rope": ("q", "k", "gate", "keys in their pages", "values in their pages"),
     "causal_conv": ("y", "windows"),
     "chunk_kda": ("o", "final state", "boundary states"),
     "kda_decode_step": ("o", "conv windows", "states"),

@@ -18,17 +18,14 @@ from torch import Tensor
 
 from ..backend import Backend
 from ..cache.batch import Batch
-from ..shadow import POOLS, SLOTS, own_slots
 from .checks import OUTPUTS, Check, certain_rows, distance, named_arguments
+from .in_place import isolated, places, write
 from .sides import Side
-
-STEP = "kda_decode_step"  # changes its pools in place
 
 
 @dataclass
 class Call:
-    """One op call of the trusted side. For the decode step the pools in ``args`` are copies of the slots in use, as before the
-    call, and ``outputs`` ends with what stood there after it."""
+    """One op call of the trusted side: ``args`` as before the call, ``outputs`` with what it wrote in place at their end."""
 
     layer: int
     op: str
@@ -74,15 +71,10 @@ class Recorder(Watch):
         self.calls: list[Call] = []
 
     def called(self, op: str, run, args: tuple, kwargs: dict[str, Any]) -> Any:
-        kept = args
-        if op == STEP:
-            copies, rows = own_slots(args)
-            kept = (*args[: POOLS.start], *copies, rows, *args[SLOTS + 1 :])
+        before = isolated(op, args)
         found = run(*args, **kwargs)
         outputs = list(found) if isinstance(found, tuple) else [found]
-        if op == STEP:
-            outputs += [pool[args[SLOTS]] for pool in args[POOLS]]
-        self.calls.append(Call(self.layer, op, kept, kwargs, outputs))
+        self.calls.append(Call(self.layer, op, before, kwargs, outputs + places(op, args)))
         return found
 
 
@@ -109,10 +101,7 @@ class Follower(Watch):
             expected = "no further call" if call is None else f"{call.op} in layer {call.layer}"
             self._add(op, f"call ({expected} expected)", float("inf"))
             raise OtherCalls
-        own_args = args
-        if op == STEP:
-            copies, rows = own_slots(args)
-            own_args = (*args[: POOLS.start], *copies, rows, *args[SLOTS + 1 :])
+        own_args = isolated(op, args)
         own, trusted = named_arguments(op, own_args, kwargs), named_arguments(op, call.args, call.kwargs)
         for name, value in own.items():
             if name != "intra" and (self.forward == 0 or not self._is_weight(value)):
@@ -121,16 +110,13 @@ class Follower(Watch):
         named = {k: v if k == "intra" else self._taken(v, call.kwargs.get(k)) for k, v in kwargs.items()}
         found = run(*given, **named)
         outputs = list(found) if isinstance(found, tuple) else [found]
-        if op == STEP:
-            outputs += [pool[1:] for pool in given[POOLS]]
+        returned = len(outputs)
+        outputs += places(op, given)
         self._check_outputs(op, call, outputs, trusted)
-        result = [None if x is None else like(x, y) for x, y in zip(call.outputs, outputs, strict=False)]
-        if op == STEP:
-            for pool, rows in zip(args[POOLS], result[1:], strict=True):
-                pool[args[SLOTS]] = rows
-            result = result[:1]
+        result = [None if x is None else like(x, y) for x, y in zip(call.outputs, outputs, strict=True)]
+        write(op, args, result[returned:])
         self.next += 1
-        return tuple(result) if isinstance(found, tuple) else result[0]
+        return tuple(result[:returned]) if isinstance(found, tuple) else result[0]
 
     def _check_outputs(self, op: str, call: Call, outputs: list[Tensor | None], trusted: dict[str, Any]) -> None:
         if len(outputs) != len(call.outputs):
