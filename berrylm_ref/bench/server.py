@@ -59,6 +59,9 @@ def served(llm: LLM, name: str = "bench") -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join(30)
+        scheduler = llm.engine.scheduler
+        for request in [*scheduler.waiting, *(running.request for running in scheduler.running)]:  # a client that was killed
+            llm.engine.cancel(request)
 
 
 def wait_until_healthy(url: str, alive) -> None:

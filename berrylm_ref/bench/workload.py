@@ -1,5 +1,6 @@
 """What a benchmark asks for: prompts of token ids, so many requests of them, so many at a time."""
 
+import zlib
 from dataclasses import dataclass
 from itertools import count
 
@@ -42,14 +43,17 @@ class Workload:
 
     def prompts(self, vocab_size: int) -> list[list[int]]:
         """Ids drawn evenly from 0 .. vocab_size - 1."""
-        rng = torch.Generator().manual_seed(self.seed)
-
-        def draw(rows: int, length: int) -> list[list[int]]:
-            return torch.randint(vocab_size, (rows, length), generator=rng).tolist()
-
-        prefixes = draw(self.groups, self.prefix_len)
-        own = draw(self.requests, self.input_len - self.prefix_len)
+        prefixes = random_prompts(vocab_size, self.groups, self.prefix_len, "prefixes", self)
+        own = random_prompts(vocab_size, self.requests, self.input_len - self.prefix_len, "own", self)
         return [prefixes[i % self.groups] + rest for i, rest in zip(count(), own, strict=False)]
+
+
+def random_prompts(vocab_size: int, rows: int, length: int, *purpose) -> list[list[int]]:
+    """``rows`` lists of ``length`` ids. All that is given decides what is drawn, the lengths too: from one seed for all, the
+    prompts of one measurement would begin as those of another, and the prefix cache would answer in place of the model.
+    """
+    rng = torch.Generator().manual_seed(zlib.crc32(repr((rows, length, *purpose)).encode()))
+    return torch.randint(vocab_size, (rows, length), generator=rng).tolist()
 
 
 def parse_workload(text: str) -> tuple[int, int, int]:

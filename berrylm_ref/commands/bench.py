@@ -2,7 +2,9 @@
 
 import typer
 
+from .bench_model import model
 from .bench_serve import serve
 
 bench = typer.Typer(no_args_is_help=True, help="Measure: serve (an engine or a server under load), model (at full size).")
-bench.command()(serve)
+for command in (serve, model):
+    bench.command()(command)

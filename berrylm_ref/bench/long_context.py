@@ -1,0 +1,37 @@
+"""One prompt of the whole context: prefilled chunk by chunk, then decoded beside a short one."""
+
+import time
+from typing import Any
+
+from ..engine.llm import LLM
+from .steps import new_requests, running, step_seconds, until_decoding
+
+DECODED = 32
+
+
+def long_context(llm: LLM, tokens: int, short: int, deadline: float) -> dict[str, Any]:
+    """Seconds of every prefill chunk of one prompt of ``tokens``, and a decode step there and after ``short`` tokens."""
+    chunks, step = prefill_and_decode(llm, tokens, deadline)
+    _, short_step = prefill_and_decode(llm, short, deadline)
+    return {
+        "prompt_tokens": tokens,
+        "decoded_tokens": DECODED,
+        "prefill_seconds": sum(chunks),
+        "prefill_tokens_per_s": tokens / sum(chunks),
+        "chunks": len(chunks),
+        "first_chunk_seconds": chunks[0],
+        "last_chunk_seconds": chunks[-1],
+        "decode_ms": 1e3 * step,
+        "short_prompt_tokens": short,
+        "short_decode_ms": 1e3 * short_step,
+        "decode_ratio": step / short_step,
+    }
+
+
+def prefill_and_decode(llm: LLM, tokens: int, deadline: float) -> tuple[list[float], float]:
+    requests = new_requests(llm, 1, tokens, 2 * DECODED, "long context")
+    with running(llm, requests):
+        chunks = until_decoding(llm, requests, deadline)
+        if time.monotonic() > deadline:
+            raise TimeoutError("the time limit has passed after the prefill")
+        return chunks, step_seconds(llm, DECODED)

@@ -1,0 +1,28 @@
+"""What the full-size model is measured against: the published serving figures on one H200, and what this project asks for."""
+
+from typing import Any
+
+PUBLISHED_BY = "SGLang on one NVIDIA H200: default settings, random prompts, ignore_eos"
+# input, output, concurrency: published, at least (at most for TPOT), aim
+TARGETS = {
+    (1024, 512, 1): ("tpot_ms", 5.13, 3.0, 2.5),
+    (1024, 512, 16): ("output_tokens_per_s", 1612, 1800, 2000),
+    (1024, 512, 64): ("output_tokens_per_s", 3957, 4200, 4600),
+    (1024, 2048, 64): ("output_tokens_per_s", 4448, 4600, 4900),
+    (8192, 512, 64): ("output_tokens_per_s", 1689, 1750, 1900),
+}
+PREFILL_TARGET = {"least_share": 0.40, "aim_share": 0.45}  # of the measured matrix rate
+
+
+def against_published(spec: tuple[int, int, int], found: dict[str, Any]) -> dict[str, Any]:
+    """Published figure, ours and how many times better ours is; empty where one of them is missing."""
+    name, published, least, aim = TARGETS.get(spec, (None,) * 4)
+    ours = found.get(name)
+    if ours is None:
+        return {}
+    better = published / ours if name == "tpot_ms" else ours / published
+    reached = ours <= least if name == "tpot_ms" else ours >= least
+    return {
+        "figure": name, "published": published, "ours": ours, "times_better": better,
+        "required": least, "aim": aim, "reached": reached,
+    }  # fmt: skip
