@@ -5,8 +5,8 @@ import logging
 import typer
 
 from .commands.bench import bench
-from .commands.eval import evaluate
 from .commands.generate import generate
+from .commands.parity import parity
 from .commands.serve import serve
 from .commands.shadow_report import shadow_report
 from .commands.train_nano import train_nano
@@ -14,8 +14,8 @@ from .commands.train_nano import train_nano
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 for command in (generate, shadow_report, serve, train_nano):
     app.command()(command)
-app.command("eval")(evaluate)
 app.add_typer(bench, name="bench")
+app.add_typer(parity, name="parity")
 
 
 @app.callback()
