@@ -70,9 +70,10 @@ class ChatTemplate:
             enable_thinking: begin that turn inside the reasoning; else with a closed, empty one.
         Errors: ValueError that names the field, before the template runs.
 
-        What `ToolCallParser` reads back from a rendered call is the call, but for: content before a call loses whitespace
-        at both ends; a string value follows the schema (`"5"` of an integer is 5, a 5 of a string is "5"); a value that
-        holds the end of a value (`</parameter>` and then `</function>` or another tag) ends there.
+        `ToolCallParser` reads a rendered call back as it was, except where the text format has no room: content before a call
+        loses whitespace at its ends; a value is typed by the schema (of a string parameter 5 becomes "5", of an integer "5"
+        becomes 5); a string that holds what ends a value (`<parameter=k>`, or `</parameter>` and then another tag: the table of
+        `tools`) ends there.
         """
         return self._render(messages, tools, add_generation_prompt, enable_thinking, str)
 
@@ -100,12 +101,13 @@ class ChatTemplate:
         for name, value in (("add_generation_prompt", add_generation_prompt), ("enable_thinking", enable_thinking)):
             if not isinstance(value, bool):
                 raise _wrong(name, "a bool", value)
-        return self._template.render(
-            messages=_messages(messages, plain),
-            tools=_tools(tools, plain),
-            add_generation_prompt=add_generation_prompt,
-            enable_thinking=enable_thinking,
-        )
+        seen = {"messages": _messages(messages, plain), "tools": _tools(tools, plain)}
+        try:
+            return self._template.render(
+                **seen, add_generation_prompt=add_generation_prompt, enable_thinking=enable_thinking
+            )
+        except TemplateError as error:
+            raise ValueError(f"ChatTemplate: source: expected a template for these messages, got {error}") from error
 
 
 # Validation; each function gives what the template sees, client text passed through `plain`.
