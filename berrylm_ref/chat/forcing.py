@@ -94,19 +94,20 @@ class Masks:
 
 
 class Constraint:
-    """What may follow the output ids of one choice of a request. They only grow, so what was read of them is kept."""
+    """What may follow the output ids of one choice of a request. They mostly grow, so what was read of them is kept."""
 
     def __init__(self, masks: Masks):
         self._masks = masks
         self._start = self._state = State(Place(masks.grammar.start))
-        self._read = 0
+        self._read: list[int] = []
 
     def __call__(self, output_ids: Sequence[int]) -> Tensor:
-        if len(output_ids) < self._read:
-            self._state, self._read = self._start, 0
-        for token in output_ids[self._read :]:
+        """[V] bool."""
+        if self._read != output_ids[: len(self._read)]:
+            self._state, self._read = self._start, []
+        for token in output_ids[len(self._read) :]:
             self._state = self._masks.advance(self._state, token)
-        self._read = len(output_ids)
+            self._read.append(token)
         return self._masks.allowed(self._state)
 
 

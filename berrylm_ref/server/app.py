@@ -15,6 +15,7 @@ from ..engine.background import EngineStopped
 from ..engine.llm import LLM
 from . import completions, generate
 from .auth import ApiKey
+from .chat import chat_routes
 from .gate import Gate
 from .guard import Guard
 from .limits import Limits
@@ -41,7 +42,7 @@ def create_app(llm: LLM, model_name: str, limits: Limits | None = None, api_key:
     app.state.llm, app.state.model_name, app.state.engine = llm, model_name, gate
     app.add_middleware(Guard, gate=gate, key=None if api_key is None else ApiKey(api_key))
     add_error_handlers(app)
-    for router in (completions.router, generate.router, token_routes(llm, model_name)):
+    for router in (completions.router, chat_routes(llm, model_name), generate.router, token_routes(llm, model_name)):
         app.include_router(router)
     started = int(time.time())
 
