@@ -42,11 +42,13 @@ def distance(a, b):
 
 class CacheMachine(RuleBasedStateMachine):
     strategy, page_size = "extra_buffer", 16
+    overlap, buckets = False, []
 
     @initialize(pages=st.integers(18, 60), snapshots=st.integers(2, 12), budget=st.sampled_from([64, 100, 200]))
     def start(self, pages, snapshots, budget):
+        reference()  # loaded here, not in a step's inference mode
         self.llm = shared_llm(self.strategy, self.page_size)
-        self.engine = fresh_engine(self.llm, pages * 16 // self.page_size, snapshots, budget)
+        self.engine = fresh_engine(self.llm, pages * 16 // self.page_size, snapshots, budget, self.overlap, self.buckets)
         self.rows: dict[object, list[tuple[int, torch.Tensor]]] = {}
         self.live, self.verified = [], {}
         forward = self.engine._forward
@@ -87,10 +89,9 @@ class CacheMachine(RuleBasedStateMachine):
     def finished(self, running):
         request, slot = running.request, running.lease.slot
         self.live.remove(request)
-        logits, _, _ = cold(tuple(request.tokens[:-1]))
+        logits, conv, state = cold(tuple(request.tokens[: running.consumed]))
         for end, row in self.rows.pop(request):
             assert distance(row, logits[end - 1]) <= LIMIT, f"logits after {end} tokens differ from a cold run"
-        _, conv, state = cold(tuple(request.tokens[: running.consumed]))
         caches = self.engine.cache.pool.caches
         assert distance(caches.state[:, slot], state) <= LIMIT and distance(caches.conv[:, slot], conv) <= LIMIT
 
@@ -157,16 +158,20 @@ def shared_llm(strategy, page_size):
     return small_llm(prefix_cache=strategy, page_size=page_size)
 
 
-def fresh_engine(llm, pages, snapshots, budget):
+def fresh_engine(llm, pages, snapshots, budget, overlap, buckets):
     """The LLM's model behind an empty cache of the given size; three requests run at a time."""
     from berrylm_ref.cache.pool import Pool, PoolSizes
     from berrylm_ref.cache.prefix import PrefixCache
     from berrylm_ref.engine.engine import Engine
+    from berrylm_ref.engine.runner import Runner
 
     cache = llm.engine.cache
     sizes = PoolSizes(pages, cache.pool.sizes.page_size, 3, snapshots)
     pool = Pool(llm.config, sizes, dtype=torch.float64, device="cpu")
-    return Engine(llm.model, PrefixCache(pool, cache.strategy), max_running=3, token_budget=budget)
+    runner = Runner(llm.model, pool.caches, buckets)
+    return Engine(
+        llm.model, PrefixCache(pool, cache.strategy), max_running=3, token_budget=budget, overlap=overlap, runner=runner
+    )
 
 
 class NoBufferMachine(CacheMachine):
