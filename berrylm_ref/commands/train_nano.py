@@ -19,6 +19,8 @@ def train_nano(
     problems: Annotated[int, typer.Option(help="problems of each evaluated task", min=1)] = 200,
     eval_backend: Annotated[str, typer.Option(help="backend of the evaluation")] = "auto",
     eval_dtype: Annotated[str, typer.Option(help="dtype of the evaluation")] = "float32",
+    rehearse: Annotated[bool, typer.Option(help="run the evaluation once while the training starts up, on a GPU")] = True,
+    rate: Annotated[float | None, typer.Option(help="peak learning rate; default: the recipe's", min=0.0)] = None,
     seed: Annotated[int, typer.Option(help="of the weights and the data")] = 0,
     workers: Annotated[int | None, typer.Option(help="processes that make data; default: the cores less two", min=0)] = None,
     texts: Annotated[Path | None, typer.Option(help="folder of tokenizer.json and chat_template.jinja; default: shipped")] = None,
@@ -28,6 +30,7 @@ def train_nano(
 ) -> None:
     """Train a checkpoint within a time budget, save it in the official format, evaluate it."""
     import os
+    from dataclasses import replace
 
     import torch
 
@@ -44,7 +47,7 @@ def train_nano(
         kernels = kernels or ("fla" if device == "cuda" else "torch")
         if kernels not in ("fla", "torch") or kernels == "fla" and device == "cpu":
             raise ValueError(f"train-nano: kernels: expected torch, or fla on a GPU, got {kernels!r}")
-        recipe = RECIPES[config]
+        recipe = RECIPES[config] if rate is None else replace(RECIPES[config], rate=rate)
         end = timeline.begin + 60 * limit_minutes
         reserve = 15 + 60 * (eval_minutes if evaluation else 0)  # saving, plotting, the end of the processes
         options = Options(
@@ -58,6 +61,7 @@ def train_nano(
             kernels=kernels,
             compiled=device == "cuda" if compiled is None else compiled,
             check=check,
+            rehearsal=(eval_backend, eval_dtype) if evaluation and rehearse and device == "cuda" else None,
         )
         model, log = train(recipe, options, timeline)
         if evaluation:

@@ -15,7 +15,7 @@ from ..model import BerryLM
 from ..ops.rope import rope_angles
 from . import regions
 
-LOSS_ROWS = 16384  # tokens whose logits are formed at once
+LOSS_ROWS = 15360  # tokens whose logits are formed at once
 
 
 @dataclass

@@ -30,6 +30,7 @@ from .recurrence import (
     start_compiling,
     torch_recurrence,
 )
+from .rehearsal import Rehearsal
 from .step import Step, to_device
 
 REPORT_SECONDS = 10
@@ -52,6 +53,7 @@ class Options:
     kernels: str  # "fla" | "torch"
     compiled: bool
     check: bool
+    rehearsal: tuple[str, str] | None  # backend and dtype of the evaluation to rehearse
 
 
 @dataclass
@@ -78,10 +80,15 @@ def train(recipe: Recipe, options: Options, timeline: Timeline) -> tuple[BerryLM
     with Batches(recipe, options.texts, options.seed, options.workers) as batches:
         timeline.mark("data workers started")
         shapes = [(recipe.tokens // length, length) for length in recipe.buckets]
+        shapes.sort(key=lambda shape: abs(shape[1] - 2 * CHUNK))  # kernels are tuned on the first: an ordinary one
         compiling = start_compiling(config, shapes) if options.kernels == "fla" else []
         torch.manual_seed(options.seed)
         model = BerryLM(config, backend="torch")
         initialise(model, options.seed)
+        rehearsal = Rehearsal()
+        if options.rehearsal:
+            save_checkpoint(model, options.out, options.texts)
+            rehearsal.start(options.out, device, *options.rehearsal)
         model.to(device)
         count = sum(p.numel() for p in model.parameters())
         how = f"recurrence {options.kernels}, {'compiled' if options.compiled else 'not compiled'}"
@@ -115,14 +122,19 @@ def train(recipe: Recipe, options: Options, timeline: Timeline) -> tuple[BerryLM
             "kinds": [],
         }
         timeline.mark("ready")
-        run(recipe, options, step, batches, log, timeline)
+        try:
+            run(recipe, options, step, batches, log, timeline, rehearsal)
+        finally:
+            rehearsal.end()
     log["timeline"] = timeline.marks
     write_log(options.out, log)
     plot_loss(options.out, log)
     return model, log
 
 
-def run(recipe: Recipe, options: Options, step: Step, batches: Batches, log: dict, timeline: Timeline) -> None:
+def run(
+    recipe: Recipe, options: Options, step: Step, batches: Batches, log: dict, timeline: Timeline, rehearsal: Rehearsal
+) -> None:
     """Steps until the budget is spent. The schedule follows the clock, so that the rate always reaches zero."""
     begin = time.monotonic()
     budget = min(options.seconds, options.deadline - begin)
@@ -149,6 +161,7 @@ def run(recipe: Recipe, options: Options, step: Step, batches: Batches, log: dic
             report(step, log, losses, done, progress, time.monotonic() - reported[0], batches)
             reported = (time.monotonic(), done)
         if progress >= saved / CHECKPOINTS:
+            rehearsal.end()
             save_checkpoint(step.forward.model, options.out, options.texts)
             write_log(options.out, log)
             print(f"checkpoint at {progress:.0%} in {options.out}", flush=True)
