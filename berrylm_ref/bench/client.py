@@ -19,7 +19,13 @@ LIMIT = 1 << 24  # bytes of one line of the answer
 
 
 def run_over_http(
-    url: str, workload: Workload, vocab_size: int, *, model: str | None = None, progress: Progress | None = None
+    url: str,
+    workload: Workload,
+    vocab_size: int,
+    *,
+    model: str | None = None,
+    api_key: str | None = None,
+    progress: Progress | None = None,
 ) -> Run:
     """Send ``workload`` to the server at ``url``. A refused or broken request ends the run with a ValueError."""
     address = parse_url(url)
@@ -35,7 +41,7 @@ def run_over_http(
         }
         for prompt in workload.prompts(vocab_size)
     ]
-    return asyncio.run(_run(address, bodies, workload.concurrency, progress))
+    return asyncio.run(_run(address, bodies, workload.concurrency, api_key, progress))
 
 
 def parse_url(url: str) -> tuple[str, int]:
@@ -49,7 +55,9 @@ def parse_url(url: str) -> tuple[str, int]:
         raise ValueError(f"bench: url: expected http://HOST:PORT, got {url!r}") from error
 
 
-async def _run(address: tuple[str, int], bodies: list[dict], concurrency: int, progress: Progress | None) -> Run:
+async def _run(
+    address: tuple[str, int], bodies: list[dict], concurrency: int, api_key: str | None, progress: Progress | None
+) -> Run:
     gate, timings, ended = asyncio.Semaphore(concurrency), [], 0
 
     async def one(body: dict) -> None:
@@ -58,7 +66,7 @@ async def _run(address: tuple[str, int], bodies: list[dict], concurrency: int, p
         async with gate:
             timing = Timing(time.perf_counter(), len(body["prompt"]))
             timings.append(timing)
-            async for chunk in post_stream(address, "/v1/completions", payload):
+            async for chunk in post_stream(address, "/v1/completions", payload, api_key):
                 note(timing, chunk)
         if math.isnan(timing.first) or not timing.output_tokens:
             raise ValueError(f"bench: {address[0]}:{address[1]}: expected tokens and a usage chunk, the stream held none")
@@ -89,11 +97,14 @@ def note(timing: Timing, chunk: dict[str, Any]) -> None:
         timing.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
 
-async def post_stream(address: tuple[str, int], path: str, payload: bytes) -> AsyncIterator[dict[str, Any]]:
+async def post_stream(
+    address: tuple[str, int], path: str, payload: bytes, api_key: str | None = None
+) -> AsyncIterator[dict[str, Any]]:
     """POST; yields the JSON of each ``data:`` line until [DONE]. ValueError for a status other than 200."""
     reader, writer = await asyncio.open_connection(*address, limit=LIMIT)
     try:
         head = f"POST {path} HTTP/1.1\r\nHost: {address[0]}:{address[1]}\r\nContent-Type: application/json\r\n"
+        head += f"Authorization: Bearer {api_key}\r\n" if api_key else ""
         writer.write(f"{head}Content-Length: {len(payload)}\r\nConnection: close\r\n\r\n".encode() + payload)
         status = (await reader.readline()).decode("latin-1").split(" ", 2)
         chunked = False

@@ -153,6 +153,8 @@ def start_engine(s: Settings, model: BerryLM, held: list[LLM]) -> dict[str, Any]
         "running_requests": sizes.slots,
         "prefix_cache": cache.strategy,
         "prefill_chunk": held[0].engine.scheduler.token_budget,
+        "overlap": held[0].engine.overlap,
+        "decode_buckets": held[0].engine.runner.buckets,
         "cache_bytes": sum(x.nbytes for x in vars(pool.caches).values()),
         "peak_memory_bytes": peak_memory(model.device),
     }
@@ -204,7 +206,7 @@ def lines_of(data: dict[str, Any]) -> list[str]:
     lines = [f"{name}: {line_of(found)}" for name, found in data.get("workloads", {}).items()]
     lines += [f"{name} over HTTP: {line_of(found)}" for name, found in data.get("http", {}).items()]
     for name, p in data.get("profile", {}).items():
-        lines.append(f"{name}: {p['wall_ms']:.2f} ms by the clock; traced, {p['busy_ms']:.2f} busy and {p['gaps_ms']:.2f} in gaps")
+        lines.append(f"{name}: {p['wall_ms']:.2f} ms by the clock; traced: {p['busy_ms']:.2f} busy, {p['gaps_ms']:.2f} in gaps")
         lines.append(f"  floor {p['floor_ms']:.3f} ms")
         lines += [f"  {group}: {x['ms']:.3f} ms, floor {x['floor_ms'] or 0:.3f}" for group, x in p["groups"].items()]
     return [*lines, f"peak memory {data['peak_memory_bytes'] / 1e9:.1f} GB"]

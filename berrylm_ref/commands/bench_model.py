@@ -29,6 +29,8 @@ def model(
     page_size: Annotated[int, typer.Option(help="tokens of a KV page")] = 16,
     chunk: Annotated[int | None, typer.Option(help="tokens of a forward; default: the engine's")] = None,
     max_total_tokens: Annotated[int | None, typer.Option(help="KV memory in tokens; default: from free memory")] = None,
+    cuda_graphs: Annotated[bool | None, typer.Option(help="decode in CUDA graphs; default: the engine's choice")] = None,
+    overlap: Annotated[bool | None, typer.Option(help="schedule beside the forward; default: the engine's choice")] = None,
     seed: Annotated[int, typer.Option(help="of the weights")] = 0,
     out: Annotated[Path | None, typer.Option(help="JSON; default: kernels/benchmarks/results/<gpu>/model.json")] = None,
     dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16")] = "bfloat16",
@@ -76,6 +78,8 @@ def model(
                 "page_size": page_size,
                 "chunked_prefill_size": chunk,
                 "max_total_tokens": max_total_tokens,
+                "cuda_graphs": cuda_graphs,
+                "overlap": overlap,
             },
         )
         report = measure_model(settings, out)

@@ -15,6 +15,8 @@ def serve(
     url: Annotated[str | None, typer.Option(help="measure the server at http://HOST:PORT in place of an engine here")] = None,
     launch: Annotated[bool, typer.Option("--launch", help="start berrylm serve for --model and measure it")] = False,
     vocab_size: Annotated[int | None, typer.Option(help="with --url and no --model: prompt ids are below this", min=1)] = None,
+    name: Annotated[str | None, typer.Option(help="with --url: the model's name there, for servers that ask for it")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="BERRYLM_API_KEY", help="what the server asks for")] = None,
     workload: Annotated[str, typer.Option(help="random or shared-prefix")] = "random",
     input_len: Annotated[int, typer.Option(help="tokens of a prompt")] = 1024,
     output_len: Annotated[int, typer.Option(help="tokens of an answer")] = 128,
@@ -55,12 +57,13 @@ def serve(
             parse_url(url)
         if url or launch:
             vocab = vocab_size or BerryLMConfig.from_pretrained(model).vocab_size
-            options = ("--dtype", dtype, "--device", device, "--backend", backend)
+            options = ("--dtype", dtype, "--device", device, "--backend", backend, "--max-running-requests", str(concurrency))
+            client = {"model": name, "api_key": api_key}
             with launched(model, *options) if launch else nullcontext(url) as where:
                 if warmup:
-                    run_over_http(where, first, vocab)
+                    run_over_http(where, first, vocab, **client)
                 with progress_bar(requests) as bar:
-                    run = run_over_http(where, load, vocab, progress=bar)
+                    run = run_over_http(where, load, vocab, progress=bar, **client)
         else:
             llm = LLM(
                 model, dtype=dtype, device=device, backend=backend, max_running_requests=concurrency, prefix_cache=prefix_cache

@@ -132,7 +132,9 @@ def test_the_command_in_process_writes_json_and_a_picture(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_launches_a_server_and_measures_it():
+def test_the_command_launches_a_server_and_measures_it(monkeypatch):
+    """The key in the environment closes the server that is launched, too: the client must show it."""
+    monkeypatch.setenv("BERRYLM_API_KEY", "secret")
     small = ("--input-len", 16, "--output-len", 3, "--requests", 4, "--concurrency", 2, "--warmup", 1)
     done = invoke("--launch", "--model", checkpoint(), *small)
     assert done.exit_code == 0, done.output
