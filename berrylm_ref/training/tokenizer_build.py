@@ -27,7 +27,7 @@ SPECIAL = ("<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # the parsers of the answer must see these
 WORD = r"\p{N}|\n| ?[\p{L}\p{M}]+| ?[^\s\p{L}\p{M}\p{N}]+|[^\S\n]+(?!\S)|\s"
 SEED = 0
-SAMPLES = 60_000  # by their share of the data, but each kind at least a few hundred
+SAMPLES = 60_000  # by their share of the data, but of each kind at least one in 200
 TOP = 2_000  # the largest count; order and proportion matter, not size
 SEEN = 100  # added to every word of the data, so that each becomes one token before any word that is only in the source
 
@@ -54,7 +54,7 @@ def count_words(samples: int = SAMPLES, seed: int = SEED) -> dict[str, int]:
     tags = re.compile("|".join(map(re.escape, SPECIAL + TAGS)))
     for kind, share in KINDS.items():
         rng = Random(f"{seed} {kind}")
-        for i in range(max(300, int(samples * share)) // (20 if kind == "retrieval_4k" else 1)):
+        for i in range(max(samples // 200, int(samples * share)) // (20 if kind == "retrieval_4k" else 1)):
             made = conversation(kind, rng, ("train", "train", "operands", "templates")[i % 4])
             for text in tags.split(template.render(made.messages, made.tools, add_generation_prompt=False)):
                 counts.update(text[start:stop] for _, (start, stop) in split.pre_tokenize_str(text))
