@@ -202,7 +202,7 @@ def test_the_whole_command_tiny(tmp_path):
     assert found["memory"]["kv_tokens"] == 4096 and found["memory"]["overlap"] and found["weights"]["parameters"] > 0
     assert {name: w["runs"] for name, w in found["workloads"].items()} == {"64/4@1": 1, "64/4@3": 1}
     assert found["workloads"]["64/4@3"]["against_published"] == {}, "nothing is published about a tiny model"
-    assert len(found["long_context"]["step_seconds"]) == 2 and found["long_context"]["decoded_tokens"] == 32
+    assert len(found["long_context"]["step_seconds"]) == 3, "two chunks, and with overlap the token comes a step later"
     assert set(found["profile"]) == {"decode_1", "decode_3", "prefill_128"}
     assert all("products" in p["groups"] and p["busy_ms"] <= p["span_ms"] for p in found["profile"].values())
     assert found["sent_twice"]["cached_tokens"] == [128] and found["layer_profile"]["reference"] == "float64"
