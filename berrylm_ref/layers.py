@@ -134,7 +134,7 @@ class GatedAttention(Merged):
         _, k_pages, v_pages, _ = append or (v, k.unsqueeze(1), v.unsqueeze(1), None)  # without caches: pages of one token
         o = ops.paged_attention(
             q, k_pages, v_pages, batch.page_table, batch.cu_seqlens, batch.context_lens, c.head_dim**-0.5, gate,
-            max_query_len=batch.max_query_len,
+            max_query_len=batch.max_query_len, lengths=batch.lengths,
         )  # fmt: skip
         return self.o_proj(o.flatten(-2))
 

@@ -106,6 +106,7 @@ class Batch:
     page_table: Tensor
     logit_rows: Tensor
     max_query_len: int
+    lengths: tuple[list[int], list[int]] | None = None  # cu_seqlens and context_lens as the host knows them
     slots: Tensor | None = None
     kv_rows: Tensor | None = None
     caches: Caches | None = None
@@ -126,6 +127,7 @@ class Batch:
             page_table=rows.view(B, T),
             logit_rows=rows,
             max_query_len=T,
+            lengths=([n * T for n in range(B + 1)], [0] * B),
         )
 
     @classmethod
@@ -168,6 +170,7 @@ class Batch:
             page_table=table,
             logit_rows=logit_rows,
             max_query_len=max(lengths, default=0),
+            lengths=(offsets, contexts),
             slots=slots,
             kv_rows=kv_rows,
             caches=caches,
@@ -180,15 +183,6 @@ class Batch:
     def decode_only(self) -> bool:
         """Every sequence brings exactly one token."""
         return self.caches is not None and self.max_query_len == 1 and len(self.input_ids) == len(self.context_lens)
-
-    def extend_kv(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append this call's keys and values [P, kv_heads, D] of full layer ``layer``; returns the pages to attend over."""
-        if self.caches is None:
-            return k.unsqueeze(1), v.unsqueeze(1)
-        k_pages, v_pages = self.caches.k_pages[layer], self.caches.v_pages[layer]
-        k_pages.flatten(0, 1)[self.kv_rows] = k
-        v_pages.flatten(0, 1)[self.kv_rows] = v
-        return k_pages, v_pages
 
     def load_linear(self, layer: int, x: Tensor, channels: int, taps: int) -> tuple[Tensor, Tensor | None]:
         """Conv windows [N, C, W - 1] and states [N, HV, K, V] (None: zeros) of linear layer ``layer``, as copies."""

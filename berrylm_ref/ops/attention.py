@@ -66,6 +66,7 @@ def paged_attention(
     scale: float,
     gate: Tensor | None = None,
     max_query_len: int | None = None,
+    lengths: tuple[list[int], list[int]] | None = None,
 ) -> Tensor:
     """``attend`` for N packed sequences whose keys and values, those of this call included, lie in pages.
 
@@ -74,15 +75,17 @@ def paged_attention(
     multiplied by sigmoid(gate), gate [P, heads, D], in q's dtype. Returns [P, heads, D].
 
     ``max_query_len`` promises that no sequence has more queries (with 1 the kernel twin reads no length on the host): checked.
+    ``lengths``: cu_seqlens and context_lens as the host knows them; without it they are read from the device.
     """
-    page_size, offsets = k_pages.shape[1], cu_seqlens.tolist()
+    offsets, contexts = lengths or (cu_seqlens.tolist(), context_lens.tolist())
+    page_size = k_pages.shape[1]
     if tuple(page_table.shape[:1]) != (len(offsets) - 1,):
         raise ValueError(f"paged_attention: page_table: expected {len(offsets) - 1} rows, got {tuple(page_table.shape)}")
     longest = max((end - begin for begin, end in zip(offsets, offsets[1:], strict=False)), default=0)
     if max_query_len is not None and longest > max_query_len:
         raise ValueError(f"paged_attention: max_query_len: expected at least {longest}, the longest query, got {max_query_len}")
     out = []
-    for n, context in enumerate(context_lens.tolist()):
+    for n, context in enumerate(contexts):
         begin, end = offsets[n], offsets[n + 1]
         total = context + end - begin
         pages = page_table[n, : -(-total // page_size)]

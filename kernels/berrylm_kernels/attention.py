@@ -80,6 +80,7 @@ def paged_attention(
     scale: float,
     gate: Tensor | None = None,
     max_query_len: int | None = None,
+    lengths: tuple[list[int], list[int]] | None = None,
 ) -> Tensor:
     """Attention for N packed sequences whose keys and values, those of this call included, lie in pages.
 
@@ -88,7 +89,8 @@ def paged_attention(
     multiplied by sigmoid(gate), gate [P, heads, D], in q's dtype. Returns [P, heads, D].
 
     ``max_query_len=1`` promises that no sequence has more than one query. The call then reads no length on the host and can
-    be captured in a CUDA graph; rows of a sequence that breaks the promise are left unwritten. Otherwise the lengths are read.
+    be captured in a CUDA graph; rows of a sequence that breaks the promise are left unwritten. Otherwise the host needs the
+    lengths: ``lengths`` are cu_seqlens and context_lens as it knows them, without it they are read, which waits for the device.
     """
     _check(q, k_pages, v_pages, page_table, cu_seqlens, context_lens, gate)
     q, k_pages, v_pages, page_table, gate = (
@@ -100,8 +102,10 @@ def paged_attention(
         return out
     offsets = contexts = None
     if max_query_len != 1:
-        read = torch.cat([cu_seqlens, context_lens]).tolist()  # one wait for both
-        offsets, contexts = read[: N + 1], read[N + 1 :]
+        if lengths is None:
+            read = torch.cat([cu_seqlens, context_lens]).tolist()  # one wait for both
+            lengths = read[: N + 1], read[N + 1 :]
+        offsets, contexts = lengths
     if offsets is None or any(end - begin == 1 for begin, end in zip(offsets, offsets[1:], strict=False)):
         decode_rows(q, k_pages, v_pages, page_table, cu_seqlens, context_lens, scale, gate, out)
     for n in range(N if offsets else 0):

@@ -201,7 +201,10 @@ def _boundary_table(
                 f"got ({n}, {tokens}) with lengths {'on the GPU' if lengths is None else lengths}"
             )
     order = sorted(range(len(boundaries)), key=lambda m: boundaries[m])
-    table = torch.tensor([boundaries[m] for m in order], dtype=torch.int32).view(-1, 2).to(device)
+    table = torch.tensor([boundaries[m] for m in order], dtype=torch.int32).view(-1, 2)
+    if device.type == "cuda":
+        table = table.pin_memory()  # or the copy waits for all that the device has to do before it
+    table = table.to(device, non_blocking=True)
     if order == list(range(len(order))):
         return table, None
     places = [0] * len(order)
