@@ -39,8 +39,11 @@ class Tokenizer:
         return cls(path) if path.is_file() else None
 
     def encode(self, text: str) -> list[int]:
-        """Ids of ``text``; tags written in it become their own tokens, nothing is added."""
-        return self.fast.encode(text, add_special_tokens=False).ids
+        """Ids of ``text``; tags written in it become their own tokens, nothing is added.
+
+        The library's batch call, for one text: it lets other threads run meanwhile, and it looks for no offsets.
+        """
+        return self.fast.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of ``ids``; bytes that are no UTF-8 become U+FFFD."""

@@ -6,9 +6,9 @@ import time
 from contextlib import contextmanager
 
 import httpx
-import uvicorn
 
 from berrylm_ref.server.app import create_app
+from berrylm_ref.server.graceful import GracefulServer
 
 
 def free_port():
@@ -18,10 +18,11 @@ def free_port():
 
 
 @contextmanager
-def serving(llm, **options):
+def serving(llm, header_seconds=10, idle_seconds=5, **options):
     """An httpx client of ``create_app(llm, "tiny", **options)``, which runs in a thread."""
     port = free_port()
-    server = uvicorn.Server(uvicorn.Config(create_app(llm, "tiny", **options), host="127.0.0.1", port=port, log_level="error"))
+    app = create_app(llm, "tiny", **options)
+    server = GracefulServer(app, host="127.0.0.1", port=port, grace=1, header_seconds=header_seconds, idle_seconds=idle_seconds)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     end = time.monotonic() + 30
@@ -30,6 +31,7 @@ def serving(llm, **options):
         time.sleep(0.02)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            client.app_gate = lambda: app.state.engine  # its counters, for tests that look inside
             yield client
     finally:
         server.should_exit = True

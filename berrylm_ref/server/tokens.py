@@ -61,7 +61,7 @@ def token_routes(llm: LLM, model_name: str) -> APIRouter:
                 raise ValueError(f"tokenize: {name}: expected only with messages, got it with prompt")
         if any("\ud800" <= c <= "\udfff" for c in body.prompt):
             raise ValueError("tokenize: prompt: expected Unicode text, got half a surrogate pair in it")
-        return llm.tokenizer.fast.encode(body.prompt, add_special_tokens=bool(body.add_special_tokens)).ids
+        return llm.tokenizer.fast.encode_batch_fast([body.prompt], add_special_tokens=bool(body.add_special_tokens))[0].ids
 
     def chat_ids(body: TokenizeRequest) -> list[int]:
         if template is None:
