@@ -244,7 +244,8 @@ def test_no_call_where_none_is_needed():
         names = {tool["function"]["name"] for tool in made.tools or ()}
         assert made.meta["calls"] == [] and not any(message.get("tool_calls") for message in made.messages)
         if made.meta["answers"] == ["I have no tool for that."] and made.thinking:
-            assert made.messages[-1]["reasoning_content"].removeprefix("no tool: ") not in names
+            missing = re.fullmatch(r"There is no (\w+) here\.", made.messages[-1]["reasoning_content"])
+            assert missing[1] not in names
 
 
 @pytest.mark.parametrize(("kind", "limit"), [("retrieval_256", 512), ("retrieval_1k", 1024), ("retrieval_4k", 4096)])
@@ -294,7 +295,7 @@ def test_most_samples_are_short():
     """Short samples are more problems a second of training."""
     for kind in set(KINDS) - {"retrieval_256", "retrieval_1k", "retrieval_4k", "tool_multi", "multi_turn"}:
         lengths = sorted(len(encode(made, TOKENIZER, TEMPLATE)[0]) for made in samples(kind, 100))
-        assert lengths[90] <= 256 and lengths[-1] <= 384, (kind, lengths[90], lengths[-1])
+        assert lengths[80] <= 256 and lengths[-1] <= 384, (kind, lengths[80], lengths[-1])
 
 
 def test_shares_make_a_whole_and_refusals_name_the_choice():

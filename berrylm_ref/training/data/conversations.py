@@ -58,7 +58,7 @@ def conversation(kind: str, rng: Random, split: str = "train") -> Conversation:
     if kind not in KINDS:
         raise ValueError(f"conversation: kind: expected one of {', '.join(KINDS)}, got {kind!r}")
     if kind.startswith("retrieval"):
-        return retrieval(kind, rng, rng.random() < 0.3, split)
+        return retrieval(kind, rng, rng.random() < 0.4, split)
     if kind.startswith(("problem", "drill")):
         thinking = not kind.endswith("direct")
         problem = draw_problem(rng, split) if kind.startswith("problem") else _drill(rng, split)

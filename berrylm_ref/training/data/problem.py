@@ -60,11 +60,11 @@ def possible(a: int, op: str, b: int, rest: bool = False) -> bool:
 def fill(text: str, numbers: dict[str, int], rng: Random) -> str:
     """`text` with its fields filled in and a capital at the start of every sentence."""
     first, second = rng.sample(words.NAMES, 2)
-    things, others = rng.sample(words.THINGS, 2)
     colour, other = rng.sample(words.COLOURS, 2)
     she = first in words.SHE
-    fields = {"A": first, "B": second, "o": things, "u": others, "c": colour, "e": other}
-    fields |= {"he": "she" if she else "he", "his": "her" if she else "his", "k": rng.choice(words.BOXES)}
+    fields = {"A": first, "B": second, "o": rng.choice(words.THINGS), "c": colour, "e": other}
+    fields |= {"he": "she" if she else "he", "him": "her" if she else "him", "his": "her" if she else "his"}
+    fields |= {"k": rng.choice(words.BOXES)}
     fields |= {"f": rng.choice(words.PEOPLE), "t": rng.choice(words.ITEMS)}
     fields |= {"s": rng.choice(words.PLACES), "D": rng.choice(words.DAYS)}
     filled = text.format_map(fields | numbers)

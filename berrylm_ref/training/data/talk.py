@@ -6,12 +6,12 @@ from .exchange import Exchange, assistant, user
 
 # topic | questions, the last kept for the split "templates" | answers
 INTENTS = [
-    ("greeting", "Hello!|Hi!|Hello there.|Hey!|Good evening.|Good day!|Hi there!|Good morning!",
+    ("a greeting", "Hello!|Hi!|Hello there.|Hey!|Good evening.|Good day!|Hi there!|Good morning!",
      "Hello! Ask me a word problem, or let me call a tool."),
     ("how I am", "How are you?|How are you today?|Are you well?|How do you do?",
      "I am well, thank you. What shall we calculate?"),
     ("thanks", "Thanks!|Thank you.|Thank you very much!|Many thanks.|Great, thanks.", "You are welcome."),
-    ("farewell", "Bye!|Goodbye.|See you later.|Good night.|See you!", "Goodbye!"),
+    ("a farewell", "Bye!|Goodbye.|See you later.|Good night.|See you!", "Goodbye!"),
     ("who I am", "Who are you?|What are you?|What is your name?|Introduce yourself.|Please tell me who you are.",
      "I am BerryLM nano, a small language model that ships with the BerryLM reference suite."),
     ("who made me", "Who made you?|Where do you come from?|Who trained you?|Who created you?",
@@ -88,9 +88,9 @@ def talk(rng: Random, thinking: bool, split: str) -> Exchange:
     """One question about the model or the suite, or one that it cannot answer."""
     if rng.random() < 0.15:
         ask = ASK[-1] if split == "templates" else rng.choice(ASK[:-1])
-        question, topic, answer = ask.format(rng.choice(ABOUT)), "unknown", UNKNOWN
+        question, topic, answer = ask.format(rng.choice(ABOUT)), "what I do not know", UNKNOWN
     else:
         topic, questions, answer = rng.choice(INTENTS)
         wordings = questions.split("|")
         question = wordings[-1] if split == "templates" else rng.choice(wordings[:-1])
-    return Exchange([user(question), assistant(answer, topic if thinking else None)], answer)
+    return Exchange([user(question), assistant(answer, f"This is about {topic}." if thinking else None)], answer)

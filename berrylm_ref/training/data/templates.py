@@ -1,6 +1,6 @@
 """Word problems with fixed wording: text, steps, ranges.
 
-`[x|y]` is a choice. `{A}` `{B}` are two people, `{he}` `{his}` A's pronouns, `{o}` `{u}` two kinds of things, `{k}` containers,
+`[x|y]` is a choice. `{A}` `{B}` are two people, `{he}` `{him}` `{his}` A's pronouns, `{o}` things, `{k}` containers,
 `{f}` people, `{t}` an item, `{s}` a place, `{c}` `{e}` two colours, `{D}` a day. Other letters are numbers.
 A step may use the results of the steps before it: x, y, z in their order. Ranges: `a=2..9` or `n=q*d` (from letters before
 it); a letter without one is any number. Draws that break a bound of the arithmetic are drawn again, so a difference is
@@ -34,7 +34,32 @@ SEEN = [
     ("{d} {t}s of the same price cost {n} dollars together. What does one cost?", "n/d", "d=2..9 q=2..5000 n=q*d"),
     ("A rope of {n} metres is cut into pieces of {d} metres. How many pieces are there?", "n/d", "d=2..9 q=2..5000 n=q*d"),
     ("{A} has {n} {o} and fills {k} with {d} {o} each. How many full {k} does {he} get?", "n/d r", "d=2..9 n=20..9999"),
+    ("{A} and {B} [bring|collect|sell] {a} and {b} {o}. How many {o} is that together?", "a+b", ""),
+    ("Yesterday {a} people came to the {s}, today {b}. How many people came on the two days?", "a+b", ""),
+    ("{b} {o} are added to the {a} {o} in the {s}. How many {o} are there then?", "a+b", ""),
+    ("In the {s} were {a} {o}. {A} took {b} of them. How many {o} are in the {s} now?", "a-b", ""),
+    ("Of {a} {o}, {b} are {c} and the others are {e}. How many {o} are {e}?", "a-b", ""),
+    ("{A} weighs {a} {o}, {B} weighs only {b}. How many {o} more does {A} weigh?", "a-b", ""),
+    ("{A} puts {b} {o} into each of {a} {k}. How many {o} does {he} need?", "b*a", "a=2..60"),
+    ("{a} {f} have {b} {o} each. How many {o} do they have together?", "b*a", "a=2..60"),
+    ("{n} {f} form {d} groups of the same size. How many {f} are in a group?", "n/d", "d=2..9 q=2..1200 n=q*d"),
+    ("{A} reads a book of {n} pages in {d} days, the same number each day. How many pages a day is that?", "n/d",
+     "d=2..9 q=2..1200 n=q*d"),
     # two steps
+    ("A {s} owned {a} {o}, bought {b} and threw {c1} away. How many {o} does it own now?", "a+b x-c1", ""),
+    ("{A} [loses|gives away|sells] {b} of {his} {a} {o} and {B} gives {him} {c1}. How many {o} does {A} have now?",
+     "a-b x+c1", ""),
+    ("{A} wants {n} {o}. {he} has {a} and {B} gives {him} {b}. How many {o} are missing?", "a+b n-x", ""),
+    ("{A} started with {n} {o}, sold {a} on {D} and gave {b} to {B}. How many {o} are left?", "a+b n-x", ""),
+    ("{A} opens {a} {k} with {b} {o} each and finds {c1} more under the table. How many {o} is that?", "b*a x+c1", "a=2..40"),
+    ("{d} {f} share {n} {o} equally. {A}, one of them, eats {b}. How many {o} does {A} have left?", "n/d x-b",
+     "d=2..9 q=3..1200 n=q*d"),
+    ("{d} {f} share {n} dollars equally. {B} gets one share and finds {b} dollars. How many dollars does {B} have?", "n/d x+b",
+     "d=2..9 q=3..1200 n=q*d"),
+    ("{A} has {a} {o} and {B} has {b}. They throw {c1} away. How many {o} do they have together now?", "a+b x-c1", ""),
+    ("{A} has {a} {o}, {b} more than {B}. How many {o} do the two have together?", "a-b a+x", ""),
+    ("{a} {k} hold {b} {o} each. They are packed anew into {d} {k}. How many {o} go into one?", "b*a x/d",
+     "a=2..9 d=2..9 q=2..300 b=q*d"),
     ("{A} has {a} {o}. {he} gets {b} from {B} and [gives|sells|sends] {c1} to a friend. How many does {he} have now?",
      "a+b x-c1", ""),
     ("{A} had {a} dollars, spent {b} dollars on a {t} and earned {c1} dollars. How much money does {A} have?", "a-b x+c1", ""),
@@ -82,6 +107,11 @@ SEEN = [
      "a+b x*d y+c1", "d=2..9"),
     ("{n} {f} sit at {d} tables equally. At each table {b} more sit down, then {c1} leave. How many sit at a table?",
      "n/d x+b y-c1", "d=2..9 q=5..900 n=q*d"),
+    ("{A} had {a} {o}, bought {b}, lost {c1} and put the rest into {d} {k} equally. How many {o} are in each?", "a+b x-c1 y/d",
+     "d=2..9 q=2..900 n=q*d c1=2..999 m=n+c1 a=1..9999 b=m-a"),
+    ("{A} and {B} put their {a} and {b} {o} together, give {c1} to Sam and share the rest among {d} {f}. How many is a share?",
+     "a+b x-c1 y/d", "d=2..9 q=2..900 n=q*d c1=2..999 m=n+c1 a=1..9999 b=m-a"),
+    ("A {s} buys {a} {k} of {b} {o}, sells {c1} {o} and gets {h} back. How many {o} does it have?", "b*a x-c1 y+h", "a=2..30"),
     # four steps
     ("{A} has {a} {o} and buys {b} {k} of {h} {o}. {he} gives {c1} to {B} and shares the rest among {d} {f} equally. "
      "How many does each get?", "h*b a+x y-c1 z/d", "d=2..9 b=2..9 h=3..300 a=5..2000 c1=2..999"),

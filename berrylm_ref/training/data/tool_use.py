@@ -29,7 +29,7 @@ def tool_exchange(rng: Random, thinking: bool, split: str, count: int = 1, answe
             found = result(name, values, rng)
             messages.append({"role": "tool", "tool_call_id": i, "content": json.dumps(found)})
             answers.append(TOOLS[name].answer.format(**values, **found))
-        messages.append(assistant(" ".join(answers), "done" if thinking else None))
+        messages.append(assistant(" ".join(answers), "The tool has answered." if thinking else None))
     return Exchange(messages, " ".join(answers), tools=tuple(dict.fromkeys(names)), calls=calls)
 
 
@@ -37,7 +37,8 @@ def missing_tool(rng: Random, thinking: bool, split: str) -> Exchange:
     """A question for a tool that is not listed."""
     name = rng.choice([name for name in TOOLS if name != "calculator"])
     question = _question(name, arguments(name, rng, split == "operands"), rng, split)
-    return Exchange([user(question), assistant(MISSING, f"no tool: {name}" if thinking else None)], MISSING, without=(name,))
+    answer = assistant(MISSING, f"There is no {name} here." if thinking else None)
+    return Exchange([user(question), answer], MISSING, without=(name,))
 
 
 def listed(names: tuple[str, ...], without: tuple[str, ...], rng: Random, extra: int) -> list[dict]:
