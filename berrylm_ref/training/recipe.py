@@ -91,10 +91,10 @@ MICRO = Recipe(
         "attn_res_block_size": 1,
     },
     minutes=0.75,
-    tokens=960,
-    buckets=(64, 96, 160, 320),
+    tokens=480,
+    buckets=(48, 96, 160, 240),
     unit_batches=24,
-    rate=6e-3,
+    rate=1e-2,
     kinds=("problem", "drill", "talk", "drill_direct"),
 )
 RECIPES = {recipe.name: recipe for recipe in (NANO, MICRO)}

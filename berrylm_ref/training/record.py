@@ -41,7 +41,7 @@ def commit() -> str | None:
 
 def thin(points: list, most: int = POINTS) -> list:
     """Every n-th point, the last one always."""
-    stride = -(-len(points) // most)
+    stride = max(1, -(-len(points) // most))
     return points[::stride] if not points or points[::stride][-1] is points[-1] else [*points[::stride], points[-1]]
 
 
