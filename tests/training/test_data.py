@@ -17,8 +17,8 @@ from berrylm_ref.chat.template import ChatTemplate
 from berrylm_ref.tokenizer import Tokenizer
 from berrylm_ref.training.data import KINDS, conversation, encode, words
 from berrylm_ref.training.data.arithmetic import LIMIT, worked
-from berrylm_ref.training.data.retrieval import QUESTIONS
-from berrylm_ref.training.data.splits import held_out_pair, held_out_value
+from berrylm_ref.training.data.retrieval import QUESTIONS, held_out_fact
+from berrylm_ref.training.data.splits import held_out_call, held_out_pair
 
 NANO = Path(__file__).parents[2] / "berrylm_ref" / "checkpoints" / "nano"
 TEMPLATE = ChatTemplate.from_folder(NANO)
@@ -231,12 +231,25 @@ def test_calls_parse_back_and_copy_the_question(kind, split):
             if expression:
                 unseen.append(held_out_pair(int(expression[1]), expression[2], int(expression[3])))
             else:
-                unseen.append(any(held_out_value(str(value)) for value in given.values()))
+                unseen.append(held_out_call(name, given))
         assert set(unseen) == {split == "operands"}
         if made.messages[-1]["role"] == "assistant" and not made.messages[-1].get("tool_calls"):
             results = [json.loads(message["content"]) for message in made.messages if message["role"] == "tool"]
             values = [str(value) for found in results for value in found.values() if value is not True]
             assert all(value in made.messages[-1]["content"] for value in values)
+
+
+@pytest.mark.parametrize("kind", ["tool_call", "retrieval_256"])
+def test_unseen_values_are_made_of_words_that_training_writes(kind):
+    """A token that the model was never taught to write can't be copied: exact match would measure that, not the copying."""
+
+    def written(made):
+        ids, targets = encode(made, TOKENIZER, TEMPLATE)
+        return {i for i, target in zip(ids, targets, strict=True) if target}
+
+    known = set().union(*(written(made) for name in ("tool_call", "tool_answer", kind) for made in samples(name, 2000)))
+    for made in samples(kind, 200, "operands"):
+        assert written(made) <= known, TOKENIZER.decode(list(written(made) - known))
 
 
 def test_no_call_where_none_is_needed():
@@ -261,7 +274,7 @@ def test_retrieval_has_one_answer_and_fits(kind, limit):
         assert len(told) == len(facts) > len(questions)
         for question, answer, value in zip(questions, made.meta["answers"], made.meta["values"], strict=True):
             what, who, found = re.fullmatch(r"The (\w+) of (\w+) is (\w+)\.", answer).groups()
-            assert told[what, who] == found == value and not held_out_value(found)
+            assert told[what, who] == found == value and not held_out_fact(what, who, found)
             asked = question.split("\n\n")[-1]
             assert what in asked and who in asked
 

@@ -47,7 +47,8 @@ def retrieval(kind: str, rng: Random, thinking: bool, split: str) -> Conversatio
         messages.append(user(f"{' '.join(text)}\n\n{wording}" if i == 0 else wording))
         answers.append(f"The {what} of {who} is {value}.")
         messages.append(assistant(answers[-1], f"{what} {who} {value}" if thinking else None))
-    return Conversation(messages, None, thinking, {"answers": answers, "values": [a.split()[-1][:-1] for a in answers]})
+    values = [answer.split()[-1].removesuffix(".") for answer in answers]
+    return Conversation(messages, None, thinking, {"answers": answers, "calls": [], "values": values})
 
 
 def length(text: str) -> int:
@@ -61,10 +62,15 @@ def _facts(rng: Random, count: int, unseen: bool) -> dict[tuple[str, str], str]:
     facts: dict[tuple[str, str], str] = {}
     while len(facts) < count:
         what = rng.choice(NUMBERED if rng.random() < 0.8 else NAMED)
-        value = _value(what, rng)
-        if held_out_value(value) == unseen:
-            facts.setdefault((what, rng.choice(people)), value)
+        who, value = rng.choice(people), _value(what, rng)
+        if held_out_fact(what, who, value) == unseen:
+            facts.setdefault((what, who), value)
     return facts
+
+
+def held_out_fact(what: str, who: str, value: str) -> bool:
+    """Numbers are held out as such, words (a city, a day) with the person: each word must be learned somewhere."""
+    return held_out_value(value if value.isdigit() else f"{what} {who} {value}")
 
 
 def _value(what: str, rng: Random) -> str:

@@ -10,7 +10,7 @@ from random import Random
 from . import words
 from .arithmetic import calculate
 from .problem import number
-from .splits import held_out_pair, held_out_value
+from .splits import held_out_call, held_out_pair
 
 
 @dataclass(frozen=True)
@@ -131,14 +131,14 @@ The {} is broken.|Can we meet on {}?|Thank you for the {}.""".replace("\n", "|")
 
 
 def arguments(name: str, rng: Random, unseen: bool) -> dict:
-    """Arguments for a call of the tool; `unseen`: with a value that training never shows, else without one."""
+    """Arguments of a call; `unseen`: of one that training never shows, else of one that it may."""
     while True:
         drawn = _DRAW[name](rng)
         if name == "calculator":
             a, op, b = drawn["parts"]
             if held_out_pair(a, op, b) == unseen:
                 return {"expression": f"{a}{op}{b}"}
-        elif any(held_out_value(str(value)) for value in drawn.values()) == unseen:
+        elif held_out_call(name, drawn) == unseen:
             return drawn
 
 
