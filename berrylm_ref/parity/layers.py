@@ -98,7 +98,7 @@ def compare_layers(
     """
     low = lower((a.dtype, b.dtype))
     high = next((x.dtype for x in (a, b) if x.dtype != low), higher(low))
-    floor_a, floor_b = (a if same_plain(a, high) else sides.plain(high)), (b if same_plain(b, low) else sides.plain(low))
+    floor_a, floor_b = (x if x == sides.plain(d) else sides.plain(d) for x, d in ((a, high), (b, low)))
     check_prompts(prompts, sides.model(low))
     free: dict[int, Trace] = {}
     ops_visible = isinstance(a, Side) and isinstance(b, Side)
@@ -131,10 +131,6 @@ def compare_layers(
 def higher(dtype: torch.dtype) -> torch.dtype:
     """What the rounding of ``dtype`` is measured with."""
     return torch.float32 if dtype == torch.bfloat16 else torch.float64
-
-
-def same_plain(side: Side | TransformersSide, dtype: torch.dtype) -> bool:
-    return isinstance(side, Side) and side.plain and side.dtype == dtype
 
 
 def hidden_budget(floor: float, low: torch.dtype, factor: float) -> float:

@@ -17,7 +17,7 @@ from .connect import limits
 from .prompts import Prompt
 from .reference import Reference
 from .score import Row, compare
-from .served import ask
+from .served import GRID, HIT, ask
 from .summary import WINDOW, Line, findings, long_windows, summarise
 
 BUDGET = 1.2  # the largest multiple of the floor that still counts as the same arithmetic
@@ -86,7 +86,18 @@ def measure(
         "new_tokens": new_tokens,
         "prompts": [{"name": p.name, "tokens": len(p.ids), "sha256": fingerprint(p.ids)} for p in prompts],
     }
-    return Result(rows, summarise(rows), long_windows(rows, window), findings(rows, budget), limits(api), about)
+    unsaid = [*limits(api), *cache_limits(rows)]
+    return Result(rows, summarise(rows), long_windows(rows, window), findings(rows, budget), unsaid, about)
+
+
+def cache_limits(rows: list[Row]) -> list[str]:
+    """What the pass for cache hits can't show."""
+    cached = [row.cached_tokens for row in rows if row.stage == HIT and row.tokens > GRID]
+    if cached and None in cached:
+        return ["the server does not say how many tokens came from its cache (vLLM: --enable-prompt-tokens-details)"]
+    if cached and not any(cached):
+        return ["no token came from the server's cache when prompts were sent again: cache hits are not measured"]
+    return []
 
 
 def machine(device: str) -> str:

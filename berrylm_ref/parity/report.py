@@ -72,8 +72,8 @@ def draw(result: Result, path: str | Path) -> None:
                 left.plot(x.clamp_min(1e-9), torch.arange(1, len(x) + 1) / len(x), style, label=f"{side}, {name} tokens")
         for row in result.rows:
             if row.kind == "document" and row.stage == COLD and row.port.prompt.numel():
-                means = windows(getattr(row, side).prompt, 256)
-                right.plot([256 * i for i in range(len(means))], means, style, label=f"{side}, {row.name}")
+                means = [max(x, 1e-9) for x in windows(getattr(row, side).prompt, 256)]
+                right.plot([256 * i for i in range(len(means))], means, style, marker=".", label=f"{side}, {row.name}")
     left.set(xscale="log", xlabel="|delta logprob| (nats)", ylabel="share of tokens at or below", title="all tokens")
     right.set(yscale="log", xlabel="position", ylabel="mean over 256 tokens", title="documents")
     for axes in (left, right):

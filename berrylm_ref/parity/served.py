@@ -30,17 +30,17 @@ def ask(api: Api, prompts: list[Prompt], new_tokens: int, on_step: Callable[[str
     """One prompt after the other, so that nothing but the passes themselves decides what is cached.
 
     The cold pass scores the whole prompt, the others its end: what comes before may then be reused, and of a recurrent state
-    servers keep the one at the last multiple of 64 tokens.
+    servers keep the one at the last multiple of 64 tokens. (To score a position its predecessor must run.)
     """
     found = []
     for prompt in prompts:
         on_step(prompt.name)
         cold = api.answer(prompt.ids, new_tokens, score_from=0)
         kept = (len(prompt.ids) - 1) // GRID * GRID
-        hit = api.answer(prompt.ids, new_tokens, score_from=kept or None)
+        hit = api.answer(prompt.ids, new_tokens, score_from=kept + 1 if 0 < kept < len(prompt.ids) - 1 else None)
         turn = turn_ids = None
         if cold.ids is not None:
             turn_ids = prompt.ids + cold.ids + prompt.follow
-            turn = api.answer(turn_ids, new_tokens, score_from=len(turn_ids) - len(prompt.follow) - 1)
+            turn = api.answer(turn_ids, new_tokens, score_from=len(turn_ids) - len(prompt.follow))
         found.append(Served(prompt, cold, hit, turn, turn_ids))
     return found

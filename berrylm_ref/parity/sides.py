@@ -32,11 +32,6 @@ class Side:
     def dtype(self) -> torch.dtype:
         return self.model.dtype
 
-    @property
-    def plain(self) -> bool:
-        """The reference arithmetic of its dtype."""
-        return type(self.model) is BerryLM and self.backend is TORCH and self.intra == "dyadic"
-
     @torch.inference_mode()
     def run(self, batch: Batch, ops: Backend | None = None) -> tuple[Tensor, list[Tensor]]:
         """Logits and the stream behind every layer; with ``ops`` in the backend's place."""
