@@ -113,6 +113,8 @@ def by_name(fn, element="bf16", num_warps=4, **constants_and_limits):
     named = dict.fromkeys(("eps", "norm_eps", "scale"), "fp32") | dict.fromkeys(("P", "N", "R", "S", "rows", "blocks"), "i32")
     named |= dict.fromkeys(("cu_seqlens", "context_lens", "places"), "*i64")
     named |= {"page_table": "*i32", "parts": "*fp32", "lses": "*fp32"}
+    if "PDL" in fn.arg_names:
+        constants_and_limits.setdefault("PDL", True)  # as in a decode step
     names = [name for name in fn.arg_names if name not in constants_and_limits]
     strides = tuple(name for name in names if name.startswith("stride_"))
     types = {name: "i32" if name in strides else named.get(name, POINTERS[element]) for name in names}
@@ -127,7 +129,7 @@ def decode(element="bf16", **limits):
 
 def kda_step(fn, element="bf16", num_warps=4, **constants_and_limits):
     """A kernel of the KDA decode step at the model's sizes, as it is launched up to 64 rows."""
-    sizes = dict(H=16, HV=32, K=128, V=128, W=4, BK=128, BV=128, NV=1, BW=4, PDL=True)
+    sizes = dict(H=16, HV=32, K=128, V=128, W=4, BK=128, BV=64, NV=2, BW=4, PDL=True)
     constants = {name: value for name, value in sizes.items() if name in fn.arg_names} | constants_and_limits
     case = by_name(fn, element, num_warps, **constants)
     wide = dict.fromkeys(("A_log", "dt_bias", "state_pool", "ready"), "*fp32") | {"slots": "*i64", "n_slots": "i32"}
@@ -191,7 +193,7 @@ CASES = {
     "kda decode, prepare": kda_step(_prepare_kernel, registers=40),
     "kda decode, update": kda_step(_update_kernel),
     "kda decode, update, fp32": kda_step(_update_kernel, "fp32"),
-    "kda decode, update, K = V = 256": kda_step(_update_kernel, num_warps=8, K=256, V=256, BK=256, BV=64, NV=4),
+    "kda decode, update, K = V = 256": kda_step(_update_kernel, num_warps=8, K=256, V=256, BK=256, BV=32, NV=8),
     "attn_res, D = 2048": by_name(attnres._attn_res_kernel, D=2048, BD=2048, **MIXER, registers=88),
     "attn_res, D = 8192": by_name(attnres._attn_res_kernel, num_warps=16, D=8192, BD=8192, **MIXER, registers=128),
     "add_rms_norm": by_name(norm._rms_norm_kernel, BR=1, D=2048, BD=2048, **ADD, registers=40),

@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .overlap import await_earlier, options, overlaps
+
 LOG2E = tl.constexpr(1.4426950408889634)
 STEP = {torch.bfloat16: (64, 4, 2), torch.float32: (16, 4, 2)}  # keys a step, warps, pipeline stages
 MIN_SHARE = 64  # keys of the smallest split: one step of the bfloat16 kernel
@@ -39,8 +41,10 @@ def _decode_kernel(
     q, k_pages, v_pages, page_table, cu_seqlens, context_lens, parts, lses,
     stride_q, stride_qh, stride_k, stride_kt, stride_kh, stride_v, stride_vt, stride_vh, stride_table, scale, S,
     PAGE: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    BG: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr, MIN_SHARE: tl.constexpr,
+    BG: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr, MIN_SHARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        await_earlier()
     i_h, i_s, i_n = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     row = tl.load(cu_seqlens + i_n).to(tl.int64)
     if tl.load(cu_seqlens + i_n + 1) - row != 1:
@@ -97,8 +101,10 @@ def _decode_kernel(
 def _merge_kernel(
     parts, lses, gate, cu_seqlens, context_lens, out, stride_gate, stride_gh, S,
     HQ: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, MIN_SHARE: tl.constexpr, BM: tl.constexpr, BMD: tl.constexpr,
-    USE_GATE: tl.constexpr,
+    USE_GATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        await_earlier()
     i_d, i_h, i_n = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     row = tl.load(cu_seqlens + i_n).to(tl.int64)
     if tl.load(cu_seqlens + i_n + 1) - row != 1:
@@ -154,12 +160,13 @@ def decode_rows(
     S = split_count(N, HK, page_table.shape[1] * PAGE, q.device)
     parts = torch.empty(N * HQ * S * (D + 1), dtype=torch.float32, device=q.device)
     parts, lses = parts[: N * HQ * S * D], parts[N * HQ * S * D :]
+    pdl = overlaps(len(q), q)
     _decode_kernel[(HK, S, N)](
         q, k_pages, v_pages, page_table, cu_seqlens, context_lens, parts, lses, q.stride(0), q.stride(1),
         *k_pages.stride()[:3], *v_pages.stride()[:3], page_table.stride(0), scale, S,
-        PAGE, HK, G, D, BG, BS, BD, MIN_SHARE, num_warps=warps, num_stages=stages,
+        PAGE, HK, G, D, BG, BS, BD, MIN_SHARE, pdl, num_warps=warps, num_stages=stages, **options(pdl),
     )  # fmt: skip
     _merge_kernel[(triton.cdiv(D, BMD), HQ, N)](
         parts, lses, gate, cu_seqlens, context_lens, out, *((0, 0) if gate is None else gate.stride()[:2]), S,
-        HQ, D, BS, MIN_SHARE, BM, BMD, gate is not None, num_warps=4,
+        HQ, D, BS, MIN_SHARE, BM, BMD, gate is not None, pdl, num_warps=4, **options(pdl),
     )  # fmt: skip

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .arguments import expect_dtype, expect_floats, expect_shape, packed_rows, warps_for
+from .overlap import await_earlier, options, overlaps
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -38,15 +39,17 @@ def _logit(b_s, b_q, eps, D: tl.constexpr):
 def _attn_res_kernel(
     h, committed, pseudo_query, gate, norm_weight, mixed, normed,
     stride_h, stride_block, stride_row, blocks, eps, norm_eps,
-    D: tl.constexpr, BD: tl.constexpr, IS_GATED: tl.constexpr, USE_NORM: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, IS_GATED: tl.constexpr, USE_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     i_p = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BD)
     m_d = o_d < D
     dtype = mixed.dtype.element_ty
+    b_q = tl.load(pseudo_query + o_d, mask=m_d, other=0.0).to(tl.float32)
+    if PDL:
+        await_earlier()
     p_row = committed + i_p * stride_row + o_d
     b_next = tl.load(p_row, mask=o_d < tl.where(blocks > 0, D, 0), other=0.0)  # always one source ahead
-    b_q = tl.load(pseudo_query + o_d, mask=m_d, other=0.0).to(tl.float32)
     b_h = tl.load(h + i_p * stride_h + o_d, mask=m_d, other=0.0).to(tl.float32)
 
     top = _logit(b_h, b_q, eps, D)
@@ -85,13 +88,13 @@ def _launch(
         committed = committed.contiguous()
     mixed = torch.empty((P, D), dtype=h.dtype, device=h.device)
     normed = None if norm_weight is None else torch.empty_like(mixed)
-    BD = triton.next_power_of_2(D)
+    BD, pdl = triton.next_power_of_2(D), overlaps(P, h)
     if P:
         _attn_res_kernel[(P,)](
             h, committed, pseudo_query.contiguous(), gate, None if norm_weight is None else norm_weight.contiguous(),
             mixed, normed, h.stride(0), committed.stride(0), committed.stride(1), committed.shape[0], eps, norm_eps,
-            D, BD, gate is not None, norm_weight is not None,
-            num_warps=warps_for(BD), enable_fp_fusion=False,
+            D, BD, gate is not None, norm_weight is not None, pdl,
+            num_warps=warps_for(BD), enable_fp_fusion=False, **options(pdl),
         )  # fmt: skip
     return mixed, normed
 

@@ -17,6 +17,7 @@ from .moe_few import moe_few
 from .moe_gemm import launch_combine, launch_down, launch_gate_up
 from .moe_router import launch_route, plan, project_logits
 from .moe_tiles import tiles
+from .overlap import overlaps
 
 FEW = 4  # tokens up to which an expert that two of them hit is better read twice than sorted
 DECODE = 64  # tokens up to which one small kernel projects the logits faster than a library product
@@ -106,7 +107,7 @@ def moe(
         first, second = tiles(P * top_k / E, x.dtype)
         weights, rows, order, blocks = plan(logits, top_k, normalise, is_fused, first.BM)
         hidden = launch_gate_up(x, gate_up_proj, shared_gate_up, order, blocks, first)
-        y = launch_down(hidden, down_proj, shared_down, blocks, is_fused * triton.cdiv(P, first.BM), second)
+        y = launch_down(hidden, down_proj, shared_down, blocks, is_fused * triton.cdiv(P, first.BM), second, overlaps(P, x))
         out = launch_combine(y, rows, weights, gate_logits if is_fused else None, added)
     if is_fused:
         return out

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .moe_router import choice
+from .overlap import await_earlier, options, overlaps
 
 
 @triton.jit
@@ -37,10 +38,12 @@ def _rows_times(p_w, p_v, o_n, o_k, N: tl.constexpr, K: tl.constexpr, IS_EVEN: t
 def _few_gate_up_kernel(
     x, logits, gate_up, shared_gate, shared_up, hidden, experts, weights, stride_x, stride_logits,
     E: tl.constexpr, BE: tl.constexpr, TOP_K: tl.constexpr, IS_NORMALISED: tl.constexpr,
-    SLOTS: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    SLOTS: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """hidden[token, slot] = silu(gate x) * (up x) for BN rows of one expert; the choice is written down for the other kernel."""
     IS_EVEN: tl.constexpr = F % BN == 0 and D % BK == 0
+    if PDL:
+        await_earlier()
     i_n, i_s, i_p = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     if i_s < TOP_K:
         expert, weight = choice(logits + i_p * stride_logits, i_s, E, BE, TOP_K, IS_NORMALISED)
@@ -66,11 +69,13 @@ def _few_gate_up_kernel(
 def _few_down_kernel(
     hidden, experts, weights, gate_logits, down, shared_down, residual, out, stride_gate, stride_residual,
     TOP_K: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    USE_RESIDUAL: tl.constexpr,
+    USE_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[token] = sum over slots of weight * (down hidden[token, slot]) for BN columns; to the rounded sum the residual is
     added."""
     IS_EVEN: tl.constexpr = D % BN == 0 and F % BK == 0
+    if PDL:
+        await_earlier()
     i_n, i_p = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_n = i_n * BN + tl.arange(0, BN)
     b_out = tl.zeros((BN, BK), tl.float32)
@@ -99,19 +104,19 @@ def moe_few(
     (P, D), (E, _, F) = x.shape, down_proj.shape
     weights = torch.empty((P, top_k), dtype=torch.float32, device=x.device)
     experts = torch.empty((P, top_k), dtype=torch.int32, device=x.device)
-    slots = top_k + (shared is not None)
+    slots, pdl = top_k + (shared is not None), overlaps(P, x)
     gate, up, down = shared or (gate_up_proj, gate_up_proj, down_proj)  # without a shared expert no program follows them
     hidden = torch.empty((P, slots, F), dtype=x.dtype, device=x.device)
     out = torch.empty((P, D), dtype=x.dtype, device=x.device)
     BN, BK = 16, min(256, triton.next_power_of_2(D))
     _few_gate_up_kernel[(triton.cdiv(F, BN), slots, P)](
         x, logits, gate_up_proj, gate, up, hidden, experts, weights, x.stride(0), logits.stride(0),
-        E, triton.next_power_of_2(E), top_k, normalise, slots, D, F, BN, BK, num_warps=4,
+        E, triton.next_power_of_2(E), top_k, normalise, slots, D, F, BN, BK, pdl, num_warps=4, **options(pdl),
     )  # fmt: skip
     BN, BK = 8, min(256, triton.next_power_of_2(F))
     _few_down_kernel[(triton.cdiv(D, BN), P)](
         hidden, experts, weights, gate_logits, down_proj, down, residual, out,
         gate_logits.stride(0), 0 if residual is None else residual.stride(0),
-        top_k, slots, D, F, BN, BK, residual is not None, num_warps=8,
+        top_k, slots, D, F, BN, BK, residual is not None, pdl, num_warps=8, **options(pdl),
     )  # fmt: skip
     return out

@@ -16,6 +16,7 @@ from torch import Tensor
 from .moe_persistent import launch_down_persistent
 from .moe_router import is_aligned
 from .moe_tiles import Tile
+from .overlap import await_earlier, options, overlaps
 
 
 @triton.jit
@@ -57,12 +58,14 @@ def _gate_up_tile(
 def _gate_up_kernel(
     x, gate_up, shared_gate, shared_up, order, block_list, hidden, stride_x, P,
     E: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    IS_ALIGNED: tl.constexpr, USE_HALVES: tl.constexpr,
+    IS_ALIGNED: tl.constexpr, USE_HALVES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """hidden[row] = silu(gate x) * (up x) for BM rows and BN columns of one expert.
 
     An expert's last block may be nearly empty: with 256 rows an expert on average, half of them need a third block of 128.
     """
+    if PDL:
+        await_earlier()
     NN: tl.constexpr = (F + BN - 1) // BN
     BH: tl.constexpr = BM // 2
     i_b, i_n = tl.program_id(0) // NN, tl.program_id(0) % NN
@@ -85,10 +88,12 @@ def _gate_up_kernel(
 @triton.jit
 def _down_kernel(
     hidden, down, shared_down, block_list, out, depth,
-    E: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    E: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[row] = down hidden[row] for BM rows and BN columns of one expert. ``depth`` is F once more, unknown to the compiler,
     which would unroll a loop of few rounds, and spill."""
+    if PDL:
+        await_earlier()
     NN: tl.constexpr = (D + BN - 1) // BN
     i_b, i_n = tl.program_id(0) // NN, tl.program_id(0) % NN
     expert = tl.load(block_list + i_b * 3)
@@ -123,9 +128,12 @@ def _down_kernel(
 def _combine_kernel(
     y, rows, weights, gate_logits, residual, out, stride_gate, stride_residual, P,
     D: tl.constexpr, TOP_K: tl.constexpr, BD: tl.constexpr, USE_SHARED: tl.constexpr, USE_RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out[token] = sum of its rows of y by weight, the shared expert's row last by the sigmoid of its logit; to the rounded
     sum the residual is added."""
+    if PDL:
+        await_earlier()
     i_p, o_d = tl.program_id(0), tl.program_id(1) * BD + tl.arange(0, BD)
     m_d = o_d < D
     b_out = tl.zeros((BD,), tl.float32)
@@ -147,24 +155,24 @@ def launch_gate_up(x, gate_up_proj, shared_gate_up, order, blocks, tile: Tile) -
     """silu(gate x) * (up x), [rows, F]; x [P, D] with contiguous rows."""
     E, twice, D = gate_up_proj.shape
     hidden = torch.empty((order.shape[0], twice // 2), dtype=x.dtype, device=x.device)
-    grid = ((blocks.shape[0] - 1) * triton.cdiv(twice // 2, tile.BN),)
+    grid, pdl = ((blocks.shape[0] - 1) * triton.cdiv(twice // 2, tile.BN),), overlaps(x.shape[0], x)
     _gate_up_kernel[grid](
         x, gate_up_proj, *shared_gate_up, order, blocks, hidden, x.stride(0), x.shape[0],
         E, D, twice // 2, tile.BM, tile.BN, tile.BK, is_aligned(twice // 2 * D, gate_up_proj, *shared_gate_up),
-        tile.halves, num_warps=tile.warps, num_stages=tile.stages,
+        tile.halves, pdl, num_warps=tile.warps, num_stages=tile.stages, **options(pdl),
     )  # fmt: skip
     return hidden
 
 
-def launch_down(hidden, down_proj, shared_down, blocks, shared_blocks: int, tile: Tile) -> Tensor:
-    """[rows, D]; the first shared_blocks blocks are the shared expert's."""
+def launch_down(hidden, down_proj, shared_down, blocks, shared_blocks: int, tile: Tile, pdl: bool = False) -> Tensor:
+    """[rows, D]; the first shared_blocks blocks are the shared expert's. ``pdl``: see ``overlap``."""
     E, D, F = down_proj.shape
     if tile.per_multiprocessor and D % tile.BN == 0 and F % tile.BK == 0 and is_aligned(F, down_proj, shared_down):
         return launch_down_persistent(hidden, down_proj, shared_down, blocks, shared_blocks, tile)
     y = torch.empty((hidden.shape[0], D), dtype=hidden.dtype, device=hidden.device)
     _down_kernel[((blocks.shape[0] - 1) * triton.cdiv(D, tile.BN),)](
         hidden, down_proj, shared_down, blocks, y, F,
-        E, D, F, tile.BM, tile.BN, tile.BK, num_warps=tile.warps, num_stages=tile.stages,
+        E, D, F, tile.BM, tile.BN, tile.BK, pdl, num_warps=tile.warps, num_stages=tile.stages, **options(pdl),
     )  # fmt: skip
     return y
 
@@ -173,9 +181,9 @@ def launch_combine(y, rows, weights, gate_logits, residual) -> Tensor:
     """[P, D]; without the shared expert gate_logits is None, without a residual that."""
     (top_k, P), D = weights.shape, y.shape[1]
     out = torch.empty((P, D), dtype=y.dtype, device=y.device)
-    BD = min(1024, triton.next_power_of_2(D))
+    BD, pdl = min(1024, triton.next_power_of_2(D)), overlaps(P, y)
     _combine_kernel[(P, triton.cdiv(D, BD))](
         y, rows, weights, gate_logits, residual, out, *(0 if x is None else x.stride(0) for x in (gate_logits, residual)), P,
-        D, top_k, BD, gate_logits is not None, residual is not None, num_warps=max(1, BD // 256),
+        D, top_k, BD, gate_logits is not None, residual is not None, pdl, num_warps=max(1, BD // 256), **options(pdl),
     )  # fmt: skip
     return out

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .overlap import await_earlier, options, overlaps
+
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 APART = tl.constexpr(8)  # counters lie 32 bytes apart: atomic adds to one sector wait for each other
 ONE_PROGRAM = 8192  # logits that one program holds: decode steps of up to 64 tokens with 128 experts
@@ -37,11 +39,13 @@ def choice(logits, i_s, E: tl.constexpr, BE: tl.constexpr, TOP_K: tl.constexpr, 
     BC: tl.constexpr = 32 if BE > 32 else BE
     o_e = tl.arange(0, BE)
     b_logit, b_key = load_logits(logits + o_e, o_e < E)
+    others = ()
+    for c in tl.static_range(0, BE, BC):  # all loads before the first reduction, which is a barrier
+        others = others + (load_logits(logits + c + tl.arange(0, BC), c + tl.arange(0, BC) < E)[1],)
     b_rank = tl.zeros((BE,), tl.int32)
     for c in tl.static_range(0, BE, BC):
-        o_c = c + tl.arange(0, BC)
-        b_other = load_logits(logits + o_c, o_c < E)[1]
-        is_tie = (b_other[None, :] == b_key[:, None]) & (o_c[None, :] < o_e[:, None])
+        b_other = others[c // BC]
+        is_tie = (b_other[None, :] == b_key[:, None]) & (c + tl.arange(0, BC)[None, :] < o_e[:, None])
         b_rank += tl.sum(((b_other[None, :] > b_key[:, None]) | is_tie).to(tl.int32), 1)
     b_p = tl.exp(b_logit - tl.max(b_logit, 0))
     total = tl.sum(tl.where(b_rank < TOP_K, b_p, 0.0) if IS_NORMALISED else b_p, 0)
@@ -52,7 +56,7 @@ def choice(logits, i_s, E: tl.constexpr, BE: tl.constexpr, TOP_K: tl.constexpr, 
 @triton.jit
 def _logits_kernel(
     x, router, shared_gate, logits, stride_x,
-    E: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, IS_ALIGNED: tl.constexpr,
+    E: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, IS_ALIGNED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BN rows of the router, or the shared expert's gate as its row E, times one token."""
     i_n, i_p = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -60,12 +64,16 @@ def _logits_kernel(
     p_rows = tl.where(o_n < E, router + o_n * D, shared_gate)  # [BN]
     if IS_ALIGNED:  # newer compilers lose that in the choice between pointers
         p_rows = tl.multiple_of(p_rows, 16)
+    tiles = ()
+    for k in tl.static_range(0, D, BK):
+        m_w = (o_n <= E)[:, None] & (k + o_k < D)[None, :]
+        tiles = tiles + (tl.load(p_rows[:, None] + (k + o_k)[None, :], mask=m_w, other=0.0),)
+    if PDL:
+        await_earlier()
     b_sum = tl.zeros((BN, BK), tl.float32)
     for k in tl.static_range(0, D, BK):
-        m_k = k + o_k < D
-        b_x = tl.load(x + i_p * stride_x + k + o_k, mask=m_k, other=0.0).to(tl.float32)
-        b_w = tl.load(p_rows[:, None] + (k + o_k)[None, :], mask=(o_n <= E)[:, None] & m_k[None, :], other=0.0)
-        b_sum += b_w.to(tl.float32) * b_x[None, :]
+        b_x = tl.load(x + i_p * stride_x + k + o_k, mask=k + o_k < D, other=0.0).to(tl.float32)
+        b_sum += tiles[k // BK].to(tl.float32) * b_x[None, :]
     tl.store(logits + i_p * (E + 1) + o_n, tl.sum(b_sum, 1).to(logits.dtype.element_ty), mask=o_n <= E)
 
 
@@ -136,12 +144,14 @@ def _plan_kernel(
 def _plan_at_once_kernel(
     logits, weights, rows, order, block_list, stride_logits, P, blocks,
     E: tl.constexpr, BE: tl.constexpr, TOP_K: tl.constexpr, IS_NORMALISED: tl.constexpr,
-    BM: tl.constexpr, BP: tl.constexpr, USE_SHARED: tl.constexpr,
+    BM: tl.constexpr, BP: tl.constexpr, USE_SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Both kernels above in one program for up to BP tokens: a launch, not three, and no counters to clear.
 
     A pair's rank among those of its expert is the number of earlier tokens that chose it, too.
     """
+    if PDL:
+        await_earlier()
     o_p, o_e = tl.arange(0, BP), tl.arange(0, BE)
     m_p = o_p < P
     p_logits = logits + tl.minimum(o_p, P - 1)[:, None] * stride_logits + o_e[None, :]
@@ -199,10 +209,11 @@ def project_logits(x: Tensor, router: Tensor, shared_gate: Tensor) -> Tensor:
     """x [P, D] times the router and the shared expert's gate: [P, E + 1] in x's dtype. Made for a few tokens."""
     (P, D), E = x.shape, router.shape[0]
     logits = torch.empty((P, E + 1), dtype=x.dtype, device=x.device)
-    BN, BK = 4, min(1024, triton.next_power_of_2(D))
+    BN, BK, pdl = 4, min(1024, triton.next_power_of_2(D)), overlaps(P, x)
     _logits_kernel[(triton.cdiv(E + 1, BN), P)](
-        x, router, shared_gate, logits, x.stride(0), E, D, BN, BK, is_aligned(D, router, shared_gate), num_warps=4
-    )
+        x, router, shared_gate, logits, x.stride(0), E, D, BN, BK, is_aligned(D, router, shared_gate), pdl,
+        num_warps=4, **options(pdl),
+    )  # fmt: skip
     return logits
 
 
@@ -235,9 +246,10 @@ def plan(logits: Tensor, top_k: int, normalise: bool, with_shared: bool, BM: int
     block_list = torch.empty((blocks + 1, 3), dtype=torch.int32, device=logits.device)
     BE, BP = triton.next_power_of_2(E), triton.next_power_of_2(P)
     if BP * BE <= ONE_PROGRAM:
+        pdl = overlaps(P, logits)
         _plan_at_once_kernel[(1,)](
             logits, weights, rows, order, block_list, logits.stride(0), P, blocks,
-            E, BE, top_k, normalise, BM, BP, with_shared, num_warps=8,
+            E, BE, top_k, normalise, BM, BP, with_shared, pdl, num_warps=8, **options(pdl),
         )  # fmt: skip
         return weights, rows, order.view(-1), block_list
     counts = torch.zeros((E, APART.value), dtype=torch.int32, device=logits.device)

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .arguments import expect_dtype, expect_floats, expect_shape, packed_rows, warps_for
+from .overlap import await_earlier, options, overlaps
 
 L2_EPS = 1e-6
 TILE = 2048  # elements a program holds: one row of the residual stream, or 16 heads of 128
@@ -18,8 +19,10 @@ TILE = 2048  # elements a program holds: one row of the residual stream, or 16 h
 def _rms_norm_kernel(
     x, y, weight, added, out, stride_x, stride_y, R, eps,
     D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
-    USE_ADD: tl.constexpr, USE_WEIGHT: tl.constexpr, IS_MEAN: tl.constexpr,
+    USE_ADD: tl.constexpr, USE_WEIGHT: tl.constexpr, IS_MEAN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        await_earlier()
     o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)[:, None]
     o_d = tl.arange(0, BD)[None, :]
     m = (o_r < R) & (o_d < D)
@@ -71,10 +74,11 @@ def _launch_rms_norm(x: Tensor, y: Tensor | None, weight: Tensor | None, eps: fl
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     added = x if y is None else torch.empty_like(out)
     (R, D), (BR, BD, warps) = rows.shape, _tile(x.shape[-1])
+    pdl = overlaps(R, x)
     if R:
         _rms_norm_kernel[(triton.cdiv(R, BR),)](
             rows, others, weight, added, out, rows.stride(0), 0 if y is None else others.stride(0), R, eps,
-            D, BR, BD, y is not None, weight is not None, mean, num_warps=warps,
+            D, BR, BD, y is not None, weight is not None, mean, pdl, num_warps=warps, **options(pdl),
         )  # fmt: skip
     return added, out
 

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .arguments import expect_dtype, expect_floats, expect_integers, expect_shape, warps_for
+from .overlap import await_earlier, options, overlaps
 
 TILE = 2048  # elements a program holds
 
@@ -75,8 +76,10 @@ def _qk_norm_rope_kernel(
     q, k, v, q_weight, k_weight, cos, sin, q_out, k_out, k_pages, v_pages, places,
     stride_q, stride_qh, stride_k, stride_kh, stride_v, stride_vh, P, eps,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr,
-    APPEND: tl.constexpr,
+    APPEND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        await_earlier()
     i_r = tl.program_id(0).to(tl.int64)
     of_q, of_k = tl.cdiv(P * HQ, BR), tl.cdiv(P * HK, BR)
     o_r = tl.arange(0, BR)[:, None]
@@ -126,12 +129,13 @@ def qk_norm_rope(
     (P, HQ, D), HK, R = q.shape, k.shape[1], cos.shape[1]
     q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     BD = triton.next_power_of_2(D)
-    BR = max(1, TILE // BD)
+    BR, pdl = max(1, TILE // BD), overlaps(P, q)
     if P:
         _qk_norm_rope_kernel[(triton.cdiv(P * HQ, BR) + (2 if append else 1) * triton.cdiv(P * HK, BR),)](
             q, k, v, q_weight.contiguous(), k_weight.contiguous(), cos.contiguous(), sin.contiguous(), q_out, k_out,
             k_pages, v_pages, places, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], P, eps, HQ, HK, D, R, BR, BD,
-            triton.next_power_of_2(max(R // 2, 1)), append is not None, num_warps=warps_for(BR * BD), enable_fp_fusion=False,
+            triton.next_power_of_2(max(R // 2, 1)), append is not None, pdl,
+            num_warps=warps_for(BR * BD), enable_fp_fusion=False, **options(pdl),
         )  # fmt: skip
     return q_out, k_out, gate
 
