@@ -85,6 +85,8 @@ class BackgroundEngine:
         try:
             while self._take_commands(wait=self.engine.idle):
                 for event in self.engine.step():
+                    if event.request not in self._listeners:
+                        continue  # of a thread that shares the engine: it reads the request itself
                     self._listeners[event.request].put(event)
                     if event.finish_reason:
                         del self._listeners[event.request]
