@@ -48,22 +48,23 @@ class LocalClient:
         for request in requests:
             engine.add(request)
         try:
-            while not engine.idle and (deadline is None or time.monotonic() < deadline):
+            while not all(r.finished for r in requests) and (deadline is None or time.monotonic() < deadline):
                 engine.step()
         finally:
             for request in requests:
                 engine.cancel(request)
-        return [self._reply(q, r) for q, r in zip(questions, requests, strict=True)]
+        return [read_reply(q, r.text, len(r.output_ids), r.finish_reason) for q, r in zip(questions, requests, strict=True)]
 
-    def _reply(self, question: Question, request) -> Reply:
-        reasoning, content = ReasoningParser(in_reasoning=question.thinking).parse(request.text)
-        content, calls = ToolCallParser(question.tools).parse(content)
-        found = [(call.name, arguments_of(call.arguments)) for call in calls]
-        return Reply(reasoning, content, found, len(request.output_ids), request.finish_reason)
+
+def read_reply(question: Question, text: str, tokens: int, finish_reason: str | None) -> Reply:
+    """What a generated text says: reasoning, content and calls, by the parsers that serve it."""
+    reasoning, content = ReasoningParser(in_reasoning=question.thinking).parse(text)
+    content, calls = ToolCallParser(question.tools).parse(content)
+    return Reply(reasoning, content, [(call.name, arguments_of(call.arguments)) for call in calls], tokens, finish_reason)
 
 
 def arguments_of(text: str) -> dict:
-    """A call's arguments; {} marked as broken where a cut-off call left no JSON."""
+    """A call's arguments. A text that is no JSON, of a call that was cut off, is kept under an empty name: it equals nothing."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
