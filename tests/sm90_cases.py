@@ -204,6 +204,7 @@ CASES = {
     "decode attention, fp32": decode("fp32"),
     "decode attention, merge": by_name(attention_decode._merge_kernel, HQ=16, D=256, **MERGE, registers=72),
     "attention gate": by_name(attention._gate_kernel, HQ=16, D=256, BR=8, BD=256, registers=64),
+    "moe logits": moe(moe_router._logits_kernel, BN=4, BK=1024, registers=80),
     "moe route": moe(moe_router._route_kernel, warps=1, IS_NORMALISED=True, USE_RANKS=True, registers=64),
     "moe plan": moe(moe_router._plan_kernel, BM=128, BT=64, registers=96),
     "moe plan, one program": moe(moe_router._plan_at_once_kernel, warps=8, BM=16, BP=64, IS_NORMALISED=True, USE_SHARED=True),
