@@ -1,6 +1,7 @@
 """Models that chat: the two-layer model with a chat tokenizer and the shipped template, and one that says a given text."""
 
 import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -41,13 +42,14 @@ def chat_llm(**options) -> LLM:
 class Scripted:
     """The real engine and model, but the sampler's scores are raised for the next token of a text; a context manager.
 
-    ``says``: the text of a turn, or a list of one a choice (then the request needs a seed); an end token follows it. Where a
-    constraint forbids the next token the model's own logits decide. Log-probabilities are the model's own.
+    ``says``: the text of a turn, a list of one a choice (then the request needs a seed), or what gives the text for the
+    prompt's text; an end token follows it. Where a constraint forbids the next token the model's own logits decide.
+    Log-probabilities are the model's own.
     """
 
     def __init__(self, **options):
         self.llm = chat_llm(**options)
-        self.says: str | list[str] | None = None
+        self.says: str | list[str] | Callable[[str], str] | None = None
         self._sample = engine.sample
 
     def __enter__(self):
@@ -73,6 +75,8 @@ class Scripted:
     def _text(self, row):
         if isinstance(self.says, str):
             return self.says
+        if callable(self.says):
+            return self.says(self.llm.tokenizer.decode(row.prompt_ids, skip_special=False))
         return next(text for i, text in enumerate(self.says) if choice_seed(row.params.seed, i) == row.seed)
 
 

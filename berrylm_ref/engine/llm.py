@@ -19,6 +19,8 @@ from .request import Output, Request, make_requests
 from .runner import Runner, ladder
 from .sequential import run_alone
 
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # that generation_config.json may set
+
 
 class LLM:
     """Load ``folder`` and generate, many requests at a time.
@@ -187,6 +189,14 @@ class LLM:
         if self.engine is not None:
             self.engine.scheduler.check_fits(request)
 
+    def room(self, prompt: int) -> int:
+        """How many tokens can follow ``prompt`` ones in context and KV memory; 1 where none can, so that it is refused."""
+        most = self.config.max_position_embeddings
+        if self.engine is not None:
+            sizes = self.engine.cache.pool.sizes
+            most = min(most, sizes.pages * sizes.page_size)
+        return max(1, most - prompt)
+
     def run(self, requests: list[Request]) -> None:
         """Run checked requests to their ends, together."""
         if self.engine is None:
@@ -215,6 +225,17 @@ def generation_config(folder: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path}: expected a JSON object, got {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(found).__name__}")
+    return found
+
+
+def sampling_defaults(folder: str | Path) -> dict[str, Any]:
+    """The sampling parameters that generation_config.json sets; ValueError for values that no request could have."""
+    config = generation_config(folder)
+    found = {name: config[name] for name in SAMPLING_DEFAULTS if config.get(name) is not None}
+    try:
+        SamplingParams(**found)
+    except ValueError as error:
+        raise ValueError(f"{folder}: generation_config.json: {error}") from error
     return found
 
 

@@ -12,12 +12,12 @@ from ..chat.forcing import ToolForcing
 from ..chat.template import ChatTemplate
 from ..chat.turn import Turn, TurnDelta, opens_reasoning, reasoning_tokens
 from ..engine.engine import Event
-from ..engine.llm import LLM, generation_config
+from ..engine.llm import LLM, sampling_defaults
 from ..engine.request import Request
 from ..engine.sampler import TokenLogprob
 from ..tokenizer import Tokenizer
 from .calls import prepared
-from .chat_protocol import ChatRequest, sampling_defaults
+from .chat_protocol import ChatRequest
 from .delivery import deliver
 from .gate import Gate
 from .protocol import ApiError, check_model, check_stream, token_name
@@ -29,7 +29,7 @@ def chat_routes(llm: LLM, model_name: str) -> APIRouter:
     A model without tokenizer or template answers 400. Raises ValueError for a damaged template or generation_config.json.
     """
     template = ChatTemplate.from_folder(llm.folder) if llm.folder and llm.tokenizer else None
-    defaults = sampling_defaults(generation_config(llm.folder)) if llm.folder else {}
+    defaults = sampling_defaults(llm.folder) if llm.folder else {}
     forcing = ToolForcing(llm.tokenizer, llm.config.vocab_size, llm.end_ids)
     routes = APIRouter()
 
@@ -48,7 +48,7 @@ def chat_routes(llm: LLM, model_name: str) -> APIRouter:
         choice, function = body.choice()
         parallel, thinking = body.parallel_tool_calls is not False, body.enable_thinking()
         prompt = template.encode(body.template_messages(), body.tools, tokenizer=llm.tokenizer, enable_thinking=thinking)
-        params = body.sampling_params(defaults, most_new_tokens(llm, len(prompt)))
+        params = body.sampling_params(defaults, llm.room(len(prompt)))
         gate.check_choices(params.n)  # before anything is made of them
         requests = llm.requests(prompt, params)
         in_reasoning = opens_reasoning(prompt, llm.tokenizer)
@@ -58,12 +58,6 @@ def chat_routes(llm: LLM, model_name: str) -> APIRouter:
         return requests
 
     return routes
-
-
-def most_new_tokens(llm: LLM, prompt: int) -> int:
-    """How many tokens can follow a prompt; 1 where none can, so that the refusal is about the prompt."""
-    sizes = llm.engine.cache.pool.sizes
-    return max(1, min(llm.config.max_position_embeddings, sizes.pages * sizes.page_size) - prompt)
 
 
 def call_id() -> str:

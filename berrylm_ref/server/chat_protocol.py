@@ -28,7 +28,6 @@ from ..engine.params import SamplingParams
 from .protocol import SAMPLING_FIELDS, ApiError, Number, StreamOptions
 
 MAX_DEPTH = 100  # of nested JSON in messages and tools; Python's own limit depends on the caller's stack
-DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # that generation_config.json may set
 FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MESSAGE_FIELDS = {
     "system": {"content"},
@@ -166,13 +165,3 @@ def nested_deeper(value: Any, limit: int) -> bool:
 def refuse(field: str, expected: str, got: Any) -> None:
     shown = repr(got)
     raise ApiError(400, f"{field}: expected {expected}, got {shown if len(shown) <= 80 else shown[:77] + '...'}", field)
-
-
-def sampling_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """The sampling defaults that a generation_config.json sets; ValueError for values that no request could have."""
-    found = {name: config[name] for name in DEFAULTS if config.get(name) is not None}
-    try:
-        SamplingParams(**found)
-    except ValueError as error:
-        raise ValueError(f"generation_config.json: {error}") from error
-    return found

@@ -1,12 +1,12 @@
 """What the chat route refuses: a 400 that names the field, before anything runs; the next request is answered."""
 
-import json
-
 import pytest
 from chat_models import chat_llm
 from models import small_llm
 from served import error_of, serving
 from toolcalls import TOOLS, tool
+
+from berrylm_ref.engine.llm import sampling_defaults
 
 HI = [{"role": "user", "content": "hi"}]
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -151,7 +151,6 @@ def test_a_model_without_a_template_says_so():
 
 
 def test_a_damaged_generation_config_is_refused_at_the_start(tmp_path):
-    from berrylm_ref.server.chat_protocol import sampling_defaults
-
+    (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
     with pytest.raises(ValueError, match="generation_config.json: SamplingParams: temperature: expected a finite number"):
-        sampling_defaults(json.loads('{"temperature": "hot"}'))
+        sampling_defaults(tmp_path)
