@@ -103,7 +103,7 @@ def texts(model: Path, prompts: Path | None, **options):
 @parity.command()
 def layers(
     model: Model,
-    a: Annotated[str, typer.Option(help="trusted side: torch-fp64|fp32|bf16, triton-*, fla-bf16, torch-*+clamped, transformers")],
+    a: Annotated[str, typer.Option(help="trusted side: torch-fp64|fp32|bf16, torch-*+clamped, triton-*, fla-bf16, transformers")],
     b: Annotated[str, typer.Option(help="side to judge")],
     ids: Annotated[str | None, typer.Option(help="token ids of one prompt, separated by spaces or commas")] = None,
     prompts: Prompts = None,
@@ -111,11 +111,14 @@ def layers(
     factor: Annotated[float, typer.Option(help="budget of a tensor in lockstep, as a multiple of the floor there")] = 3.0,
     layer_factor: Annotated[float, typer.Option(help="budget of a layer running free, as a multiple of the floor there")] = 2.0,
     seed: Seed = 0,
+    load: Annotated[Path | None, typer.Option(help="Python file that registers backends of your own (register_backend)")] = None,
     device: Device = "cpu",
     json: Json = None,
     plot: Plot = None,
 ) -> None:
     """Where side b leaves side a: error layer by layer, then every op on the same inputs. Exit status 1 when out of budget."""
+    import runpy
+
     from rich.console import Console
 
     from ..parity.layers import compare_layers
@@ -133,6 +136,8 @@ def layers(
         else:
             built = texts(model, None, new_tokens=1, short=0, documents=1, document_length=length, seed=seed)[0].ids
             own = [built, built[: len(built) * 3 // 5]]
+        if load is not None:
+            runpy.run_path(str(load))
         sides = Sides(model, device)
         with console.status("loading") as status:
             one, other = sides.side(a), sides.side(b)

@@ -11,7 +11,7 @@ from ..cache.batch import Batch, Caches
 from .checks import FACTOR, Check, distance, first_over, set_budgets
 from .lockstep import follow, record, weight_storage
 from .schedule import Schedule, check_prompts
-from .sides import DTYPES, Side, Sides, lower
+from .sides import Side, Sides, lower
 from .transformers_side import TransformersSide
 
 HIDDEN_FACTOR = 2.0  # free running: how much further than the floor a layer's stream may be
@@ -204,7 +204,3 @@ def snapshot_checks(side: Side, forward: int, own: Caches, trusted: Caches) -> l
             ("windows", own.snapshot_conv, trusted.snapshot_conv), ("states", own.snapshot_state, trusted.snapshot_state)
         )
     ]  # fmt: skip
-
-
-def side_names() -> str:
-    return ", ".join(f"torch-{name}" for name in DTYPES) + ", triton-fp32, triton-bf16, fla-bf16, transformers-fp32"

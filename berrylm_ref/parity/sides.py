@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..backend import TORCH, Backend, get_backend
+from ..backend import REGISTRY, TORCH, Backend, get_backend
 from ..cache.batch import Batch
 from ..model import BerryLM
 from ..ops.kda import INTRA
@@ -16,7 +16,6 @@ from .transformers_side import TransformersSide
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 SHORT_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-BACKENDS = ("torch", "triton", "fla")
 
 
 @dataclass
@@ -64,12 +63,12 @@ class Sides:
     def side(self, name: str) -> "Side | TransformersSide":
         """ValueError that says what a name looks like, or why that side can't run here."""
         base, _, intra = name.partition("+")
-        kind, _, short = base.partition("-")
-        if kind == "transformers" and not intra:
-            return TransformersSide(name, self.folder, check_dtype(name, short or "fp32"), self.device)
-        if kind not in BACKENDS or (intra and (intra not in INTRA or kind != "torch")):
+        if base.partition("-")[0] == "transformers" and not intra:
+            return TransformersSide(name, self.folder, check_dtype(name, base.partition("-")[2] or "fp32"), self.device)
+        kind, _, short = base.rpartition("-")
+        if kind not in REGISTRY or (intra and (intra not in INTRA or kind != "torch")):
             raise ValueError(
-                f"parity layers: side: expected one of {BACKENDS} and one of {tuple(DTYPES)}, as torch-fp32, after torch-* also "
+                f"parity layers: side: expected one of {sorted(REGISTRY)} and of {tuple(DTYPES)}, as torch-fp32, after torch-* also "
                 f"one of {tuple('+' + x for x in INTRA)}, or transformers, got {name!r}"
             )
         dtype = check_dtype(name, short)

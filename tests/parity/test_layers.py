@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from berrylm_ref import BerryLM
 from berrylm_ref import model as model_file
-from berrylm_ref.backend import TORCH
+from berrylm_ref.backend import REGISTRY, TORCH
 from berrylm_ref.cli import app
 from berrylm_ref.parity.growth import drift, error_growth, one_rounding_moved
 from berrylm_ref.parity.layers import compare_layers
@@ -229,10 +229,26 @@ def test_growth_tells_a_moved_rounding_from_the_clamp(sides, prompts):
     assert texts[fp32.name].same == 12 and texts["clamped"].same <= texts[bf16.name].same
 
 
+def test_a_backend_of_ones_own_is_one_option_away(folder, tmp_path):
+    """A porter's kernel stands in one op's place; the command judges it without a line of ours."""
+    (tmp_path / "port.py").write_text(
+        "from dataclasses import replace\nfrom berrylm_ref.backend import TORCH, register_backend\n"
+        "def norm(x, z, weight, eps): return TORCH.gated_rms_norm(x, z, weight, 10 * eps)\n"
+        "register_backend('my-port', lambda device, dtype: replace(TORCH, name='my-port', gated_rms_norm=norm))\n"
+    )
+    args = ["--model", str(folder), "--a", "torch-fp64", "--b", "my-port-fp32", "--length", "20"]
+    try:
+        done = CliRunner().invoke(app, ["parity", "layers", *args, "--load", str(tmp_path / "port.py")])
+    finally:
+        REGISTRY.pop("my-port", None)
+    assert done.exit_code == 1 and "out of budget: layer 0, gated_rms_norm: its output value" in done.stdout, done.output
+
+
 @pytest.mark.parametrize(
     "name,message",
     [
-        ("torch", "expected one of ('fp64', 'fp32', 'bf16') after the dash, got 'torch'"), ("numpy-fp32", "got 'numpy-fp32'"),
+        ("torch-fp16", "expected one of ('fp64', 'fp32', 'bf16') after the dash, got 'torch-fp16'"),
+        ("torch", "got 'torch'"), ("numpy-fp32", "got 'numpy-fp32'"),
         ("torch-fp32+wild", "got 'torch-fp32+wild'"), ("triton-fp32+clamped", "got 'triton-fp32+clamped'"),
         ("fla-bf16", "backend 'fla': expected a CUDA device"), ("triton-bf16", "expected"),
         ("transformers-fp32", "expected a transformers that has the model"),
