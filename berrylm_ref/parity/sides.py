@@ -68,8 +68,8 @@ class Sides:
         kind, _, short = base.rpartition("-")
         if kind not in REGISTRY or (intra and (intra not in INTRA or kind != "torch")):
             raise ValueError(
-                f"parity layers: side: expected one of {sorted(REGISTRY)} and of {tuple(DTYPES)}, as torch-fp32, after torch-* also "
-                f"one of {tuple('+' + x for x in INTRA)}, or transformers, got {name!r}"
+                f"parity layers: side: expected one of {sorted(REGISTRY)} and of {tuple(DTYPES)}, as torch-fp32, after torch-* "
+                f"also one of {tuple('+' + x for x in INTRA)}, or transformers, got {name!r}"
             )
         dtype = check_dtype(name, short)
         backend = get_backend(kind, self.device, dtype)
