@@ -13,7 +13,8 @@ class SamplingParams:
 
     temperature: 0 is greedy, at most 1e6. top_k: 0 keeps all. top_p in (0, 1], min_p in [0, 1] relative to the most probable
     token. max_tokens: most new tokens, None as many as the context holds. stop: strings that end the text (they are cut off);
-    stop_token_ids: ids that end it; ignore_eos: run on past the model's end tokens. seed: fixes the draws of this request,
+    they are looked for in the text alone, where special tokens are hidden and never match. stop_token_ids: ids that end it,
+    those of special tokens too; ignore_eos: run on past the model's end tokens. seed: fixes the draws of this request,
     independent of its neighbours, taken modulo 2^64. n: choices. logprobs: None, or how many alternatives (0..20) to report
     beside each chosen token; prompt_logprobs: the same for the prompt's own tokens. Presence and frequency penalties (-2..2)
     count the generated tokens, the repetition penalty (1e-6..1e6) those of the prompt too.

@@ -37,11 +37,18 @@ jobs = st.lists(
 )
 
 
+PLAIN, OVERLAP = {"decode_buckets": []}, {"overlap": True, "decode_buckets": [2, 8]}
+MODES = pytest.mark.parametrize("mode", [PLAIN, OVERLAP], ids=["plain", "overlap"])
+
+
 @settings(max_examples=40)
-@given(jobs=jobs, pages=st.integers(18, 40), budget=st.sampled_from([64, 130, 2048]), running=st.integers(1, 4))
-def test_random_batches_equal_the_sequential_twin(jobs, pages, budget, running, twin):
+@given(
+    jobs=jobs, pages=st.integers(18, 40), budget=st.sampled_from([64, 130, 2048]), running=st.integers(1, 4),
+    mode=st.sampled_from([PLAIN, OVERLAP]),
+)  # fmt: skip
+def test_random_batches_equal_the_sequential_twin(jobs, pages, budget, running, mode, twin):
     """Random lengths, shared prefixes, pools small enough to retract; greedy and sampled, fp64."""
-    llm = small_llm(max_total_tokens=pages * 16, chunked_prefill_size=budget, max_running_requests=running)
+    llm = small_llm(max_total_tokens=pages * 16, chunked_prefill_size=budget, max_running_requests=running, **mode)
     prompts = [TRUNK[:shared] + tail for shared, tail, _ in jobs]
     params = [
         SamplingParams(temperature=i % 2, seed=i, max_tokens=count, ignore_eos=True) for i, (_, _, count) in enumerate(jobs)
@@ -50,9 +57,62 @@ def test_random_batches_equal_the_sequential_twin(jobs, pages, budget, running, 
     assert [o.token_ids for o in got] == [o.token_ids for o in want]
 
 
-def test_a_preempted_request_starts_over_with_the_same_answer(twin):
+@st.composite
+def traffic(draw):
+    """Requests with a step of arrival, and for some a step at which they are cancelled."""
+    made = draw(st.lists(st.tuples(st.integers(0, 30), jobs.map(lambda j: j[0]), st.integers(0, 120)), min_size=2, max_size=8))
+    return [(arrival, job, arrival + life if life < 25 else None) for arrival, job, life in made]
+
+
+@settings(max_examples=40)
+@given(
+    traffic=traffic(), pages=st.integers(18, 40), budget=st.sampled_from([64, 130]), running=st.integers(1, 4),
+    mode=st.sampled_from([PLAIN, OVERLAP]), cache=st.sampled_from([("extra_buffer", 16), ("no_buffer", 1), ("off", 16)]),
+)  # fmt: skip
+def test_arrivals_and_cancellations_leave_the_others_their_answers(traffic, pages, budget, running, mode, cache, twin):
+    """Who is not cancelled gets the twin's greedy ids, with ends that nobody foresees; conservation after every step."""
+    strategy, size = cache
+    llm = small_llm(
+        max_total_tokens=pages * 16, chunked_prefill_size=budget, max_running_requests=running, prefix_cache=strategy,
+        page_size=size, **mode,
+    )  # fmt: skip
+    engine, requests = llm.engine, []
+    for i, (_, (shared, tail, count), _) in enumerate(traffic):
+        params = SamplingParams(temperature=0, max_tokens=count, stop_token_ids=[11, 22, 33, 44, 55, 66, 77] if i % 2 else [])
+        requests.append(llm.requests(TRUNK[:shared] + tail, params)[0])
+    for now in range(2000):
+        for (arrival, _, cancelled), request in zip(traffic, requests, strict=True):
+            if arrival == now:
+                engine.add(request)
+            if cancelled == now:
+                engine.cancel(request)
+        engine.step()
+        engine.check()
+        if now > 60 and engine.idle:
+            break
+    assert engine.idle and engine.cache.pool.slots.free_count == running
+    for (_, _, cancelled), request in zip(traffic, requests, strict=True):
+        if cancelled is None or request.finished:
+            assert request.output_ids == twin.generate([request.prompt_ids], request.params)[0].token_ids
+    engine.cache._free(engine.cache.tree.evict_pages(10**6))
+    for allocator in (engine.cache.pool.pages, engine.cache.pool.snapshots):
+        assert allocator.free_count == allocator.capacity
+
+
+@MODES
+def test_fp32_on_fixed_seeds_equals_the_twin(mode):
+    rng = random.Random(5)
+    prompts = [TRUNK[: rng.randrange(200)] + [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 60))] for _ in range(8)]
+    params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=12, ignore_eos=True) for i in range(8)]
+    llm = small_llm(dtype="float32", max_total_tokens=1024, max_running_requests=5, **mode)
+    want = small_llm(dtype="float32", sequential=True).generate(prompts, params)
+    assert [o.token_ids for o in run(llm, prompts, params)] == [o.token_ids for o in want]
+
+
+@MODES
+def test_a_preempted_request_starts_over_with_the_same_answer(mode, twin):
     """CACHE-3: room for one and a half; two 200-token prompts, 100 new tokens; the state must not survive the retraction."""
-    llm = small_llm(max_total_tokens=464, prefix_cache="off", max_running_requests=2)
+    llm = small_llm(max_total_tokens=464, prefix_cache="off", max_running_requests=2, **mode)
     prompts = [TRUNK[:200], TRUNK[20:220]]
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, logprobs=0, prompt_logprobs=0)
     got, want = run(llm, prompts, params), twin.generate(prompts, params)
@@ -64,34 +124,40 @@ def test_a_preempted_request_starts_over_with_the_same_answer(twin):
             assert x.token == y.token and abs(x.logprob - y.logprob) < 1e-9
 
 
-def test_seeds_give_the_same_sample_alone_in_a_batch_after_a_retraction_and_on_a_hit(twin):
+@MODES
+def test_seeds_give_the_same_sample_alone_in_a_batch_after_a_retraction_and_on_a_hit(mode, twin):
     """ENG-2: the same on each run and under load; choices differ; usage and reasons are each choice's own."""
     params = SamplingParams(temperature=1.0, seed=7, n=3, max_tokens=16, ignore_eos=True)
     want = [o.token_ids for o in twin.generate([TRUNK[:100]], params)]
     assert len({tuple(t) for t in want}) > 1
-    llm = small_llm(max_total_tokens=800, max_running_requests=4)
+    llm = small_llm(max_total_tokens=800, max_running_requests=4, **mode)
     noise = [SamplingParams(temperature=1.0, max_tokens=30)] * 3
     for _ in range(2):
         outs = run(llm, [TRUNK[50:150], TRUNK[:100], TRUNK[:64] + [3]], [noise[0], params, noise[1]])
         assert [o.token_ids for o in outs[1:4]] == want and [o.index for o in outs[1:4]] == [0, 1, 2]
     assert outs[1].cached_tokens == 64
+    tight = small_llm(max_total_tokens=224, max_running_requests=4, **mode)
+    outs = run(tight, [TRUNK[50:150], TRUNK[:100]], [SamplingParams(temperature=1.0, max_tokens=30, ignore_eos=True), params])
+    assert tight.engine.scheduler.retractions and [o.token_ids for o in outs[1:]] == want
 
 
-def test_one_choice_may_end_early(twin):
+@MODES
+def test_one_choice_may_end_early(mode, twin):
     """ENG-2: when the first choice ends, the others go on."""
     params = SamplingParams(temperature=1.0, seed=7, n=3, max_tokens=16, ignore_eos=True)
     first = twin.generate([TRUNK[:100]], params)
     stop = first[1].token_ids[2]
     params = SamplingParams(temperature=1.0, seed=7, n=3, max_tokens=16, stop_token_ids=[stop])
-    for llm in (twin, small_llm()):
+    for llm in (twin, small_llm(**mode)):
         outs = llm.generate([TRUNK[:100]], params)
         assert outs[1].finish_reason == "stop" and outs[1].token_ids == first[1].token_ids[:3]
         assert any(o.finish_reason == "length" and len(o.token_ids) == 16 for o in outs)
 
 
-def test_cancelling_at_any_moment_frees_everything():
+@MODES
+def test_cancelling_at_any_moment_frees_everything(mode):
     """ENG-1: generation ran on to the token limit for a client that was gone."""
-    llm = small_llm(max_running_requests=4, chunked_prefill_size=64)
+    llm = small_llm(max_running_requests=4, chunked_prefill_size=64, **mode)
     engine = llm.engine
     for steps in range(6):
         requests = [llm.requests(TRUNK[i : i + 150], SamplingParams(max_tokens=3000))[0] for i in range(5)]
@@ -118,10 +184,11 @@ def test_a_closed_stream_cancels_its_request():
 
 @pytest.mark.parametrize("strategy,page_size", [("extra_buffer", 16), ("no_buffer", 1), ("off", 16)])
 @pytest.mark.parametrize("broken", [1, 2, 3, 9])
-def test_a_forward_that_broke_off_leaves_no_trace(strategy, page_size, broken, twin):
+@MODES
+def test_a_forward_that_broke_off_leaves_no_trace(strategy, page_size, broken, mode, twin):
     """An interrupt after the layers had written: the next step took the token a second time from a state that had it already,
     and a snapshot nobody had filled was filed."""
-    llm = small_llm(prefix_cache=strategy, page_size=page_size, chunked_prefill_size=128)
+    llm = small_llm(prefix_cache=strategy, page_size=page_size, chunked_prefill_size=128, **mode)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0, prompt_logprobs=0)
     prompts, real, calls = [TRUNK[:200], TRUNK[:70]], llm.model.run, []
 
