@@ -38,13 +38,13 @@ class Vocabulary:
     """A model's tokens as a grammar needs them. vocab_size: rows of its logits; end_ids: the tokens that end a turn."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: frozenset[int]):
-        missing = set(range(256)) - {raw[0] for raw in tokenizer.token_bytes.values() if len(raw) == 1}
-        if missing or not end_ids:
-            got = f"one without byte {min(missing)}" if missing else "a model without end tokens"
-            raise ValueError(f"tool_choice: tokenizer: expected a token for every byte, and an end token, got {got}")
         self.vocab_size, self.end_ids, self.special_ids = vocab_size, end_ids, tokenizer.special_ids
         silent = self.special_ids | end_ids
         self.raw = {i: raw for i, raw in tokenizer.token_bytes.items() if raw and i not in silent}
+        missing = set(range(256)) - {raw[0] for raw in self.raw.values() if len(raw) == 1}
+        if missing or not end_ids:  # a call could neither go on nor end
+            got = f"one without byte {min(missing)}" if missing else "a model without end tokens"
+            raise ValueError(f"tool_choice: tokenizer: expected a token for every byte, and an end token, got {got}")
         added = tokenizer.fast.get_added_tokens_decoder()
         self.tags = frozenset(raw for i, raw in self.raw.items() if i in added)
         self.by_first_byte: dict[int, list[int]] = {}

@@ -2,10 +2,11 @@
 
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
-from chat_models import chat_llm
+from chat_models import TEMPLATE, chat_llm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toolcalls import TOOLS, tool
@@ -14,6 +15,7 @@ from berrylm_ref import SamplingParams
 from berrylm_ref.chat.forcing import Masks, ToolForcing, Vocabulary
 from berrylm_ref.chat.grammar import Grammar, Place, State
 from berrylm_ref.chat.turn import Turn, opens_reasoning, reasoning_tokens
+from berrylm_ref.tokenizer import Tokenizer
 
 TYPED = [
     tool("get", city={"type": "string"}, days={"type": "integer"}),
@@ -31,6 +33,16 @@ def llm():
 @pytest.fixture(scope="module")
 def forcing(llm):
     return ToolForcing(llm.tokenizer, llm.config.vocab_size, llm.end_ids)
+
+
+@pytest.fixture(scope="module", params=["bytes", "shipped"])
+def speaker(request, llm, forcing):
+    """(what `walk` needs of a model, its forcing): a token a byte, and the shipped tokenizer with tokens of many bytes."""
+    if request.param == "bytes":
+        return llm, forcing
+    tokenizer = Tokenizer.from_folder(TEMPLATE.parent)
+    end_ids = frozenset(tokenizer.encode("<|end|>"))
+    return SimpleNamespace(tokenizer=tokenizer, end_ids=end_ids), ToolForcing(tokenizer, tokenizer.size, end_ids)
 
 
 def walk(llm, constraint, seed, most=400):
@@ -61,9 +73,10 @@ def parsed(llm, ids, in_reasoning, tools):
 
 @settings(max_examples=60)
 @given(st.integers(0, 2**32), st.sampled_from(["required", "get", "now", "auto"]), st.booleans(), st.booleans())
-def test_a_forced_turn_is_well_formed_whatever_the_model_says(llm, forcing, seed, choice, parallel, thinking):
+def test_a_forced_turn_is_well_formed_whatever_the_model_says(speaker, seed, choice, parallel, thinking):
     """Only functions there are, declared keys, once each, required ones always; one call for a named function and without
     parallel calls; nothing open at the end."""
+    llm, forcing = speaker
     kind, function = (choice, None) if choice in ("required", "auto") else ("function", choice)
     if choice == "auto":
         parallel = False  # else nothing is enforced
@@ -180,6 +193,8 @@ def test_malformed_required_keys_and_a_model_without_an_end_are_refused(llm, for
         forcing.constraint([broken], "required", None, True, True)
     with pytest.raises(ValueError, match="an end token, got a model without end tokens"):
         Vocabulary(llm.tokenizer, llm.config.vocab_size, frozenset())
+    with pytest.raises(ValueError, match="a token for every byte, and an end token, got one without byte 97"):
+        Vocabulary(llm.tokenizer, llm.config.vocab_size, frozenset(llm.tokenizer.encode("a")))
 
 
 def test_reasoning_tokens_are_counted_up_to_what_ends_them(llm):
