@@ -90,6 +90,24 @@ def test_defaults_come_from_the_models_generation_config(ask):
     assert said(seed=2) != said(seed=1) == said(seed=1)
 
 
+def test_every_sampling_field_reaches_the_sampler(ask, scripted):
+    """A field taken and dropped looks like one that works: each changes the answer, to what the library says with it."""
+    prompt = prompt_of(scripted.llm, [{"role": "user", "content": "hi"}])
+    base, seen = {"temperature": 1.0, "max_tokens": 24, "seed": 5}, set()
+    fields = {
+        "temperature": 0.4, "seed": 6, "max_tokens": 20, "top_p": 0.5, "top_k": 3, "min_p": 0.3, "presence_penalty": 2.0,
+        "frequency_penalty": 2.0, "repetition_penalty": 1.8, "ignore_eos": True, "stop": ["z"],
+    }  # fmt: skip
+    for name, value in fields.items():
+        params = {"top_k": 20, **base, name: value}  # top_k 20 is the model's default
+        (want,) = scripted.llm.generate([prompt], SamplingParams(**params))
+        found = ask.answer(**base | {"extra_body": {name: value}}).choices[0]
+        assert (found.message.model_extra["reasoning_content"] or "") == ReasoningParser().parse(want.text)[0], name
+        assert found.finish_reason == want.finish_reason
+        seen.add((want.text, want.finish_reason))
+    assert len(seen) >= len(fields) - 1, "only ignore_eos may change nothing here"
+
+
 def test_several_choices_with_seed_and_an_early_end(ask, scripted):
     """ENG-2: indices, a reason for each, the prompt counted once; the end of one choice does not end the others."""
     scripted.says = ["a</think>b", "longer thoughts</think>and a longer answer", "c</think>d"]
