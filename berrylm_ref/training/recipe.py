@@ -70,7 +70,8 @@ NANO = Recipe(
     model=NANO_MODEL,
     minutes=7.0,
     tokens=61440,  # every bucket divides it, so that all batches have one shape once rows are packed
-    buckets=(32, 64, 96, 128, 192, 256, 384, 512, 1024, 4096),
+    buckets=(32, 64, 96, 128, 160, 192, 256, 320, 384, 512, 1024, 4096),
+    unit_batches=96,
 )
 MICRO = Recipe(
     name="micro",

@@ -102,3 +102,28 @@ def test_balance_loss_is_one_when_even_and_counts_no_padding():
         m.gate.weight[:, 0] = torch.tensor([50.0, 40.0, 0, 0, 0])
         skewed, _ = balance(torch.eye(32)[:1].repeat(12, 1), live)
     assert float(skewed) == pytest.approx(2.5, rel=1e-3)  # all on expert 0 by probability, half of the choices: 5 * 1 * 1/2
+
+
+@pytest.mark.slow
+def test_regions_compile_whole_and_once_for_all_row_lengths(monkeypatch):
+    """A graph break puts a region's intermediate results back into memory; a graph a bucket costs minutes at start-up."""
+    compiler = torch.compile
+    # traced and differentiated as on a GPU, without the code generator, which needs a minute here
+    monkeypatch.setattr(torch, "compile", lambda f, **options: compiler(f, backend="aot_eager", **options))
+    model = randomise(BerryLM(tiny_config(), backend="torch"), seed=7)
+    torch._dynamo.reset()
+    forwards = [Forward(model, torch_recurrence, torch.float32, compiled=compiled) for compiled in (True, False)]
+    graphs = []
+    for shape in ((2, 48), (3, 32)):
+        ids = torch.randint(0, 97, shape, generator=torch.Generator().manual_seed(4))
+        grads = []
+        for forward in forwards:
+            model.zero_grad()
+            h, trace = forward(ids)
+            (forward.losses(h, ids.flatten())[0].mean() + sum(trace.balance)).backward()
+            grads.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        for name, want in grads[1].items():
+            if want.abs().max() > 1e-8:
+                assert_close(name, grads[0][name], want, 1e-4)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1] <= 6 + 3, graphs  # a graph a region, and "mix" for one, two and three committed streams
