@@ -46,8 +46,8 @@ CANDIDATES = {
 }  # fmt: skip
 SHARDS = 3  # processes that compile; no kernel keeps more configurations
 COMPILE_SECONDS = 90  # after which whatever is missing is compiled in the main process
-# rel-L2 of bf16 kernels against fp32: outputs are at 5e-3; the decay's gradient is a difference of large terms. A wrong or missing
-# term is above 0.3.
+# rel-L2 of bf16 kernels against fp32: outputs are at 5e-3; the decay's gradient is a difference of large terms. A wrong or
+# missing term is above 0.3.
 BUDGET = {"o": 0.03, "q": 0.05, "k": 0.05, "v": 0.05, "beta": 0.08, "g": 0.2}
 
 
