@@ -24,6 +24,7 @@ def serve(
     max_calls: Annotated[int, typer.Option(help="calls at a time")] = 256,
     max_queue: Annotated[int, typer.Option(help="choices that wait for a place in the batch")] = 256,
     generation_timeout: Annotated[float, typer.Option(help="seconds from a call's admission to its last token")] = 600,
+    send_timeout: Annotated[float, typer.Option(help="seconds that a stream waits for its client to read on")] = 30,
     header_timeout: Annotated[float, typer.Option(help="seconds for a request's head to arrive")] = 10,
     idle_timeout: Annotated[int, typer.Option(help="seconds that a connection may idle between two requests")] = 5,
     shutdown_grace: Annotated[float, typer.Option(help="seconds that running calls have after SIGTERM or SIGINT")] = 5,
@@ -54,6 +55,7 @@ def serve(
             calls=max_calls,
             queue=max_queue,
             generation_seconds=generation_timeout,
+            send_seconds=send_timeout,
         )
         llm = LLM(
             model,

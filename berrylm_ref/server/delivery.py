@@ -10,9 +10,10 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 from sse_starlette import EventSourceResponse
 
-from ..engine.background import BackgroundEngine, EngineStopped
+from ..engine.background import EngineStopped
 from ..engine.engine import Event
 from ..engine.request import Request
+from .gate import Gate
 from .protocol import ApiError, StreamOptions
 
 CLIENT_GONE = 499  # nobody reads it; it stands in the log
@@ -37,7 +38,7 @@ class Answer(Protocol):
 
 async def deliver(
     http: HttpRequest,
-    engine: BackgroundEngine,
+    engine: Gate,
     answer: Answer,
     requests: list[Request],
     stream: bool,
@@ -48,7 +49,8 @@ async def deliver(
         raise EngineStopped("the engine has stopped")
     events = engine.stream(requests)
     if stream:
-        return EventSourceResponse(server_sent(answer, events, options is not None and bool(options.include_usage)))
+        lines = server_sent(answer, events, options is not None and bool(options.include_usage))
+        return EventSourceResponse(lines, send_timeout=engine.limits.send_seconds)
     if not await drained(events, http):
         return Response(status_code=CLIENT_GONE)
     return JSONResponse(answer.whole())

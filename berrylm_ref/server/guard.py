@@ -3,6 +3,7 @@
 import asyncio
 
 from fastapi.responses import JSONResponse
+from sse_starlette.sse import SendTimeoutError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .auth import ApiKey
@@ -43,6 +44,8 @@ class Guard:
                     call.outcome = "left"
                     return
             await self.app(scope, receive, seen)
+        except SendTimeoutError:  # the client reads no more; the connection is closed, for the response is not complete
+            call.outcome = "left"
         except ApiError as error:  # before the app saw the call: it handles its own
             response = JSONResponse(error.body, error.status, {**error.headers, "connection": "close"})
             await response(scope, receive, seen)  # closed: what the client still sends is not read

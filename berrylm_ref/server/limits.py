@@ -18,6 +18,7 @@ class Limits:
     calls               POST calls at a time, answered or still sending their bodies; more is 429
     queue               choices that wait for one of the engine's places; a call that does not fit any more is 503
     generation_seconds  from a call's admission to its last token; later is 504, in a stream an error event, and nothing runs on
+    send_seconds        that a stream waits for its client to read on; then it is cut, and the client counts as gone
     """
 
     body_bytes: int = 8 * 2**20
@@ -27,6 +28,7 @@ class Limits:
     calls: int = 256
     queue: int = 256
     generation_seconds: float = 600
+    send_seconds: float = 30
 
     def __post_init__(self):
         for field in fields(self):

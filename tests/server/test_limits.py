@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -218,6 +219,24 @@ def test_a_generation_that_takes_too_long_is_504_and_frees_its_places(llm):
         assert complete(client).status_code == 200
 
 
+def test_a_stream_that_nobody_reads_is_cut_and_its_place_is_free(llm):
+    """The client is there and takes nothing: its call would hold a place, and its answer memory, for ever."""
+    with serving(llm, limits=Limits(send_seconds=0.5)) as client:
+        url = httpx.URL(client.base_url)
+        body = {"input_ids": [1], "stream": True, "sampling_params": {"max_new_tokens": 3500, "ignore_eos": True}}
+        data = json.dumps(body).encode()
+        with closing(socket.socket()) as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            s.connect((url.host, url.port))
+            s.sendall(b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n" % len(data))
+            s.sendall(b"Content-Type: application/json\r\n\r\n" + data)
+            wait_for(lambda: client.app_gate().calls == 1)
+            wait_for(lambda: client.app_gate().calls == 0)
+            left = client.get("/metrics").text
+        assert 'berrylm_requests_total{outcome="left",route="/generate"} 1.0' in left
+        all_free(llm.engine)
+
+
 @pytest.mark.parametrize("path,body", [("/v1/completions", LONG), ("/generate", {"input_ids": [1, 2], "sampling_params":
                          {"max_new_tokens": 3500, "ignore_eos": True}})])  # fmt: skip
 def test_a_client_that_leaves_frees_its_slot_by_the_next_step(llm, path, body):
@@ -367,9 +386,16 @@ def test_a_wrong_option_is_one_line_and_status_2(options, message):
     assert done.exit_code == 2 and message in done.stderr
 
 
-def test_the_printed_curl_line_works_when_pasted():
-    with process(env={"BERRYLM_API_KEY": KEY}) as (child, _):
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_printed_curl_line_works_when_pasted(tmp_path, chat):
+    """With a chat template in the folder it is a chat."""
+    folder = tmp_path / "a model's folder"
+    shutil.copytree(checkpoint(True), folder)
+    if chat:
+        (folder / "chat_template.jinja").write_text("{% for m in messages %}<user>{{ m.content }}{% endfor %}")
+    with process(model=folder, env={"BERRYLM_API_KEY": KEY}) as (child, _):
         line = child.stdout.readline() + child.stdout.readline() + child.stdout.readline()
         command = line.partition("try:")[2]
         done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, env={**os.environ, "BERRYLM_API_KEY": KEY})
-        assert len(json.loads(done.stdout)["choices"][0]["token_ids"]) > 0, done.stderr
+        answer = json.loads(done.stdout)
+        assert answer["object"] == ("chat.completion" if chat else "text_completion") and answer["choices"], done.stderr
