@@ -25,8 +25,7 @@ def make(device: torch.device, dtype: torch.dtype) -> Backend:
         """The arguments of ``ops.kda.chunk_kda``; fla forms its scores in its own way and hands out no boundary states."""
         if intra != "dyadic" or state_boundaries is not None:
             raise ValueError(f"chunk_kda of fla: expected intra 'dyadic', no state_boundaries, got {intra!r}, {state_boundaries}")
-        with torch.inference_mode(False):  # its autotuner keeps tensors of its own
-            return kernel(q, k, v, g, beta, **kwargs)
+        return kernel(q, k, v, g, beta, **kwargs)
 
     return replace(TORCH, name="fla", chunk_kda=chunk_kda, boundary_states=False)
 

@@ -67,8 +67,6 @@ def measure(
 
     Raises ValueError where the server refuses or the prompts do not fit the model.
     """
-    if torch.device(device).type == "cuda":  # tf32 in the reference would be a floor of its own
-        torch.backends.cuda.matmul.allow_tf32 = False
     reference = Reference(folder, reference_dtype, device)
     for prompt in prompts:
         ids = torch.tensor([prompt.ids + prompt.follow], dtype=torch.long)

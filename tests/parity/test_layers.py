@@ -3,9 +3,10 @@
 import inspect
 import json
 import random
+import sys
 import textwrap
 from dataclasses import replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from berrylm_ref import BerryLM
 from berrylm_ref import model as model_file
 from berrylm_ref.backend import REGISTRY, TORCH
 from berrylm_ref.cli import app
+from berrylm_ref.parity import fla_backend
 from berrylm_ref.parity.growth import drift, error_growth, one_rounding_moved
 from berrylm_ref.parity.layers import compare_layers
 from berrylm_ref.parity.layers_report import verdict
@@ -262,6 +264,30 @@ def test_a_side_that_can_not_run_says_why(sides, name, message):
     with pytest.raises(ValueError) as error:
         sides.side(name)
     assert message in str(error.value)
+
+
+def test_the_fla_side_has_its_kernel_in_one_slot(sides, prompts, monkeypatch):
+    """KRN: a stand-in with fla's signature shows what its kernel is given; the real one needs a GPU."""
+    given = []
+
+    def kernel(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, safe_gate=False, **kwargs):
+        given.append(v.shape[1])
+        return TORCH.chunk_kda(
+            q, k, v, g, beta, scale=scale, initial_state=initial_state, output_final_state=output_final_state, **kwargs
+        )
+
+    for name in ("fla", "fla.ops"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "fla.ops.kda", SimpleNamespace(chunk_kda=kernel))
+    backend = fla_backend.make(torch.device("cuda"), torch.bfloat16)
+    side = Side("fla-bf16", sides.model(torch.bfloat16), backend)
+    report = compare_layers(sides, sides.plain(torch.float32), side, prompts)
+    assert report.ok and not backend.boundary_states and len(given) == 2 * 2 * 6, "free and in lockstep, two pieces, six layers"
+    assert not any(c.op == "kept snapshot" for c in report.checks)
+    with pytest.raises(ValueError, match="chunk_kda of fla: expected intra 'dyadic', no state_boundaries, got 'clamped'"):
+        backend.chunk_kda(*[None] * 5, intra="clamped")
+    with pytest.raises(ValueError, match="backend 'fla': expected bfloat16"):
+        fla_backend.make(torch.device("cuda"), torch.float32)
 
 
 def test_transformers_is_compared_layer_by_layer(sides, prompts, monkeypatch):

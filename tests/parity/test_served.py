@@ -8,12 +8,15 @@ import threading
 import time
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 import torch
+from models import checkpoint
 from served import serving
 from typer.testing import CliRunner
 
+import berrylm_ref
 from berrylm_ref import LLM, SamplingParams
 from berrylm_ref.backend import TORCH
 from berrylm_ref.cli import app
@@ -26,8 +29,10 @@ from berrylm_ref.parity.measure import measure
 from berrylm_ref.parity.prompts import read_prompts, seeded_prompts
 from berrylm_ref.parity.reference import Scored
 from berrylm_ref.parity.score import distances, windows
+from berrylm_ref.tokenizer import Tokenizer
 
 NEW = 6
+SHIPPED = Path(berrylm_ref.__file__).parent / "checkpoints" / "nano"
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +74,20 @@ def test_our_server_in_bf16_is_at_the_floor(folder, prompts):
     result = over_http(folder, prompts, dtype="bfloat16")
     print(result.total)
     assert 0.8 < result.total.ratio < 1.2 and not result.findings
+
+
+def test_the_shipped_checkpoint_keeps_the_promise():
+    """On trained weights and on text, the numbers that the README gives."""
+    if not (SHIPPED / "config.json").is_file():
+        pytest.skip(f"no weights in {SHIPPED.relative_to(SHIPPED.parents[2])} yet")
+    text = seeded_prompts(
+        vocab_size=4096, context=4096, tokenizer=Tokenizer.from_folder(SHIPPED), new_tokens=NEW, short=3, documents=1,
+        document_length=300, quick=True,
+    )  # fmt: skip
+    fp32, bf16 = over_http(SHIPPED, text), over_http(SHIPPED, text, dtype="bfloat16")
+    print(fp32.total, bf16.total, sep="\n")
+    assert fp32.total.mean < 1e-5 and fp32.total.greedy == 1.0 and fp32.total.same_ids == len(text) and not fp32.findings
+    assert bf16.total.ratio < 1.2 and not bf16.findings
 
 
 def test_a_clamped_server_is_far_above_the_floor(folder, prompts):
@@ -230,6 +249,10 @@ def test_what_is_no_number_is_infinitely_far():
     assert windows(torch.tensor([1.0, 3.0, 5.0]), 2) == [2.0, 5.0]
 
 
+def byte_level():
+    return Tokenizer.from_folder(checkpoint(with_tokenizer=True))
+
+
 def test_the_built_in_prompts_are_fixed_and_fit(tmp_path):
     options = {"vocab_size": 50, "context": 7000, "tokenizer": None, "new_tokens": 16}
     one, same = seeded_prompts(**options), seeded_prompts(**options)
@@ -241,6 +264,8 @@ def test_the_built_in_prompts_are_fixed_and_fit(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text("[1, 2, 3]\n\n" + json.dumps([5] * 1000) + "\n")
     assert [(p.kind, len(p.ids)) for p in read_prompts(path, None)] == [("short", 3), ("document", 1000)]
+    text = seeded_prompts(**{**options, "tokenizer": byte_level()})
+    assert [len(p.ids) for p in text] == [len(p.ids) for p in one] and all(p.follow for p in text)
     path.write_text('[1, 2]\n"text"\n')
     with pytest.raises(ValueError, match="in line 2 .*tokenizer.json, got '\"text\"'"):
         read_prompts(path, None)
