@@ -27,30 +27,29 @@ class Merged(nn.Module):
 
     def join(self, kind: str = "weight") -> Tensor | None:
         """The children's weights [rows of all, in] or biases [rows of all] in one piece, made so where they are not."""
-        parts = [getattr(getattr(self, name), kind) for name in self.merged]
+        parts = [self._modules[name]._parameters[kind] for name in self.merged]  # not by attribute: this runs in every layer
         if parts[0] is None:
             return None
-        first = parts[0].data
-        shape = (sum(len(p) for p in parts), *first.shape[1:])
+        first, rows = parts[0].data, [p.shape[0] for p in parts]
         if not _in_one_piece(parts):
             if len({(p.dtype, p.device) for p in parts}) > 1:
                 got = ", ".join(f"{name} {p.dtype} on {p.device}" for name, p in zip(self.merged, parts, strict=True))
                 raise ValueError(f"{type(self).__name__}: {kind}s: expected one dtype and device for all, got {got}")
             with torch.inference_mode(False), torch.no_grad():  # may be needed for training later
                 whole = torch.cat([p.data for p in parts])
-                for p, rows in zip(parts, whole.split([len(p) for p in parts]), strict=True):
-                    p.data = rows
-            first = whole
-        return first.as_strided(shape, first.stride())
+                for p, part in zip(parts, whole.split(rows), strict=True):
+                    p.data = part
+            return whole
+        return first.as_strided((sum(rows), *first.shape[1:]), first.stride())
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """x [.., in] -> each child's output, in order: columns of one matrix, so rows of each lie apart."""
         weight, bias = self.join("weight"), self.join("bias")
-        children = [getattr(self, name) for name in self.merged]
+        children = [self._modules[name] for name in self.merged]
         if torch.is_grad_enabled() and any(p.requires_grad for child in children for p in child.parameters()):
-            weight = torch.cat([child.weight for child in children])  # the views above have no history
+            weight = torch.cat([child.weight for child in children])  # what ``join`` returns has no history
             bias = None if bias is None else torch.cat([child.bias for child in children])
-        return linear(x, weight, bias).split([child.out_features for child in children], -1)
+        return linear(x, weight, bias).split_with_sizes([child.out_features for child in children], -1)
 
 
 def _in_one_piece(parts: list[Tensor]) -> bool:
