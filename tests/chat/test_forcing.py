@@ -71,7 +71,7 @@ def parsed(llm, ids, in_reasoning, tools):
     return first.content + last.content, turn.calls
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.integers(0, 2**32), st.sampled_from(["required", "get", "now", "auto"]), st.booleans(), st.booleans())
 def test_a_forced_turn_is_well_formed_whatever_the_model_says(speaker, seed, choice, parallel, thinking):
     """Only functions there are, declared keys, once each, required ones always; one call for a named function and without
