@@ -159,6 +159,17 @@ def test_a_fault_between_projections_and_scores_is_found_there(sides, prompts, f
     assert_found(judged(sides, prompts, "qk_norm_rope", FULL, fault), FULL, "qk_norm_rope", "output q")
 
 
+def swapped_experts(x, router, gate_up_proj, *rest, **kwargs):
+    return TORCH.moe(x, router, torch.cat(gate_up_proj.chunk(2, 1)[::-1], 1), *rest, **kwargs)
+
+
+def test_gate_and_up_rows_swapped_in_the_experts(sides, prompts):
+    """silu(up) * gate has the right shape and the right size; near-ties of the router are left out and counted."""
+    report = judged(sides, prompts, "moe", FULL, swapped_experts, torch.float32, torch.bfloat16)
+    assert_found(report, FULL, "moe", "output value")
+    assert 0 < report.left_out < len(report.rows), "of all tokens in all layers"
+
+
 def edited(sides, dtype, old, new):
     """A model of another class whose ``run`` is ours with one edit."""
     source = textwrap.dedent(inspect.getsource(BerryLM.run))
