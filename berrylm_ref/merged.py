@@ -1,7 +1,7 @@
 """Linear maps of the same input as one product: their weights are rows of one matrix, and each keeps its name.
 
-A decode step reads every weight once, so a product costs a launch and little else: six small ones in a row leave most of the
-memory's rate unused. A checkpoint knows nothing of this: every map stays a parameter of its own, a view of its rows.
+A decode step reads every weight once, and many small products in a row cost a launch each. A checkpoint knows nothing of this:
+every map stays a parameter of its own, a view of its rows.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """Mixture of experts for a few tokens, where reading the weights is all that takes time: no sorting, no padding to tiles.
 
-A program of the first kernel has some rows of one expert, which it finds itself in the router's logits: the choice takes
-less time than a launch. A program of the second has some columns of the result over all of the token's experts in turn, so
-that nothing is left to add. Both multiply on the plain units: a matrix unit would work on one row in sixteen.
+A program of the first kernel has some rows of one expert, which it finds itself in the router's logits: a launch less. A
+program of the second has some columns of the result over all of the token's experts in turn, so that nothing is left to add.
+Both multiply on the plain units: a matrix unit would work on one row in sixteen.
 
 Symbols: P tokens, D width of the stream, F width of an expert, E experts; slot: a token's choice of that rank, the last
 slot the shared expert.

@@ -1,7 +1,7 @@
 """Programmatic dependent launch (compute capability 9.0 on): a kernel starts while the one before it in the stream still runs.
 
-A decode step is a chain of several hundred short kernels, and each start costs about as much as one of them works. What has
-to hold in every kernel that is launched so, in each of its programs:
+A decode step is a chain of several hundred short kernels, whose starts add up. What has to hold in every kernel that is
+launched so, in each of its programs:
 
 1. before ``await_earlier`` it reads weights and nothing else: other memory may be written at that moment, or still be read;
 2. every path comes through ``await_earlier``, so that a kernel is not through before all those before it are.
