@@ -136,7 +136,7 @@ def test_seeds_give_the_same_sample_alone_in_a_batch_after_a_retraction_and_on_a
         outs = run(llm, [TRUNK[50:150], TRUNK[:100], TRUNK[:64] + [3]], [noise[0], params, noise[1]])
         assert [o.token_ids for o in outs[1:4]] == want and [o.index for o in outs[1:4]] == [0, 1, 2]
     assert outs[1].cached_tokens == 64
-    tight = small_llm(max_total_tokens=224, max_running_requests=4, **mode)
+    tight = small_llm(max_total_tokens=208, max_running_requests=4, **mode)
     outs = run(tight, [TRUNK[50:150], TRUNK[:100]], [SamplingParams(temperature=1.0, max_tokens=30, ignore_eos=True), params])
     assert tight.engine.scheduler.retractions and [o.token_ids for o in outs[1:]] == want
 
