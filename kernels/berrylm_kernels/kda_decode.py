@@ -31,7 +31,7 @@ from .arguments import INTERPRETED
 __all__ = ["kda_decode_step"]
 
 FLOATS = (torch.float32, torch.float16, *(() if INTERPRETED else (torch.bfloat16,)))  # the interpreter cuts bf16 casts
-TILE = 128 * 128  # elements of a state that 4 warps hold in registers; 8 warps were slower at every batch size
+TILE = 128 * 64  # elements of a state that 4 warps hold in registers; a whole state or 8 warps were slower
 PDL_ROWS = 64  # with more rows the first launch fills the GPU by itself, and programs that wait are in its way
 
 
