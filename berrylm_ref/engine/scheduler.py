@@ -94,8 +94,8 @@ class Scheduler:
     def schedule(self) -> list[Part] | None:
         """The parts of the next forward; empty when there is nothing to run.
 
-        None, with pages reserved and nothing else done, if someone must be retracted and tokens are still on their way: what is
-        retracted must be known to its end.
+        None, with pages reserved and nothing else done, if someone must be retracted while tokens are on their way: they would be
+        thrown away, and a sequence that has room only without its own would be admitted again at once to make it again.
         """
         parts: list[Part] = []
         budget = self.token_budget

@@ -41,6 +41,13 @@ def test_the_ladder_ends_with_the_largest_batch():
     assert ladder(100) == [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 100]
 
 
+def test_options_that_cannot_be_honoured_are_refused():
+    with pytest.raises(ValueError, match="LLM: cuda_graphs: expected backend 'triton' on a CUDA device, got 'torch' on cpu"):
+        small_llm(cuda_graphs=True)
+    with pytest.raises(ValueError, match="LLM: decode_buckets: expected an integer, 1 or more, got 0"):
+        small_llm(decode_buckets=[4, 0])
+
+
 @pytest.mark.parametrize("bucket", [4, 8])
 def test_padded_rows_touch_nobody(bucket, twin):
     """CACHE-2: three sequences in a bucket of 4 and of 8, scratch full of NaN: the same tokens, and scratch stays as it was."""
