@@ -14,6 +14,7 @@ from models import checkpoint
 from typer.testing import CliRunner
 
 from berrylm_ref.cli import app
+from berrylm_ref.shipped import served_name, shipped_checkpoint
 
 
 def invoke(*args):
@@ -56,6 +57,13 @@ def test_a_damaged_shadow_report_is_refused_by_its_row(tmp_path, row):
     done = invoke("shadow-report", path)
     assert done.exit_code == 2 and "expected numbers and a known dtype in row 2" in done.stderr
     assert invoke("shadow-report", tmp_path / "missing.csv").exit_code == 2 == invoke("shadow-report", tmp_path).exit_code
+
+
+def test_without_a_model_the_shipped_one_speaks():
+    """A fresh install has something to say; a server calls it by its full name and any other folder by the folder's."""
+    done = invoke("generate", "--prompt", "<|user|>Hi<|end|>", "--max-tokens", 3)
+    assert done.exit_code == 0 and done.stdout.strip()
+    assert served_name(shipped_checkpoint()) == "berrylm-nano" and served_name("/a/nano/../other") == "other"
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ REPO = Path(__file__).parents[1]
 
 # Lowest first. A file imports from the groups before its own and, inside its group, from the names left of it.
 GROUPS = (
-    ("config", "ops", "tokenizer"),
-    ("shadow", "backend", "weights"),
+    ("config", "ops", "tokenizer", "shipped"),
+    ("shadow", "backend", "sharding", "weights"),
     ("cache",),
     ("merged", "layers", "model"),
     ("engine",),

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from .common import BackendName, Device, Dtype, clear_errors
+from .common import SHIPPED, BackendName, Device, Dtype, clear_errors
 
 
 def serve(
-    model: Annotated[Path | None, typer.Option(help="checkpoint folder; with --url only its vocabulary is used")] = None,
+    model: Annotated[Path | None, typer.Option(help="checkpoint folder, default: the shipped one; with --url only its vocabulary")] = None,
     url: Annotated[str | None, typer.Option(help="measure the server at http://HOST:PORT in place of an engine here")] = None,
     launch: Annotated[bool, typer.Option("--launch", help="start berrylm serve for --model and measure it")] = False,
     vocab_size: Annotated[int | None, typer.Option(help="with --url and no --model: prompt ids are below this", min=1)] = None,
@@ -44,12 +44,13 @@ def serve(
     from ..config import BerryLMConfig
     from ..engine.llm import LLM
 
-    if launch and url or not (launch or url or model) or launch and not model:
-        raise typer.BadParameter("expected --model (an engine here), --launch --model (a server of it) or --url (a running one)")
+    if launch and url:
+        raise typer.BadParameter("expected --launch (a server of --model) or --url (a running one), got both")
     if url and model is None and vocab_size is None:
         raise typer.BadParameter("with --url expected --vocab-size, or --model to read it from")
     if (url or launch) and prefix_cache != "auto":
         raise typer.BadParameter("--prefix-cache is for an engine here; a server has its own setting")
+    model = model if url else model or SHIPPED
     with clear_errors():
         load = Workload(input_len, output_len, concurrency, requests, workload, prefix_len, groups, seed)
         first = replace(load, requests=max(1, warmup), seed=seed + 1)

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import BackendName, Device, Dtype, clear_errors
+from .common import SHIPPED, BackendName, Device, Dtype, clear_errors
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ..chat.session import Conversation
 
-SHIPPED = Path(__file__).parents[1] / "checkpoints" / "nano"
 HELP = "/reset forgets the conversation, /think on and /think off switch the reasoning, Ctrl-C stops an answer, Ctrl-D leaves"
 ROUNDS = 8  # of calls and results within one turn of the user
 CALCULATOR = {

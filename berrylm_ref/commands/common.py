@@ -5,7 +5,13 @@ from typing import Annotated
 
 import typer
 
-Model = Annotated[Path, typer.Option(help="checkpoint folder: config.json, safetensors, maybe tokenizer.json")]
+from ..shipped import shipped_checkpoint
+
+SHIPPED = shipped_checkpoint()  # what every command takes unless it is given another
+Model = Annotated[
+    Path,
+    typer.Option(help="checkpoint folder: config.json, safetensors, maybe tokenizer.json", show_default="the shipped one"),
+]
 Dtype = Annotated[str, typer.Option(help="float64, float32 or bfloat16")]
 Device = Annotated[str, typer.Option(help="cpu or cuda")]
 BackendName = Annotated[str, typer.Option("--backend", help="auto, or which implementation of the ops runs")]

@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
-from .common import BackendName, Device, Dtype, Model, clear_errors
+from .common import SHIPPED, BackendName, Device, Dtype, Model, clear_errors
 
 
 def generate(
-    model: Model,
+    model: Model = SHIPPED,
     prompt: Annotated[str | None, typer.Option(help="text of the prompt")] = None,
     ids: Annotated[str | None, typer.Option(help="token ids of the prompt, separated by spaces or commas")] = None,
     max_tokens: Annotated[int, typer.Option(help="most new tokens")] = 64,

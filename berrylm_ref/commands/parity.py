@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from .common import BackendName, Device, Dtype, Model, clear_errors
+from .common import SHIPPED, BackendName, Device, Dtype, Model, clear_errors
 from .generate import token_ids
 
 parity = typer.Typer(add_completion=False)
@@ -20,7 +20,7 @@ ReferenceDevice = Annotated[str, typer.Option(help="where the reference runs: cp
 @parity.callback(invoke_without_command=True)
 def served(
     context: typer.Context,
-    model: Annotated[Path | None, typer.Option(help="checkpoint folder of the reference")] = None,
+    model: Model = SHIPPED,
     url: Annotated[str | None, typer.Option(help="server to compare, as http://127.0.0.1:30000")] = None,
     launch: Annotated[bool, typer.Option(help="start our own server for the run")] = False,
     api_key: Annotated[str | None, typer.Option(help="sent as a bearer token")] = None,
@@ -59,8 +59,6 @@ def served(
     from ..parity.measure import measure
     from ..parity.report import draw, print_result, write_json
 
-    if model is None:
-        raise typer.BadParameter("expected --model")
     if (url is None) == (not launch):
         raise typer.BadParameter("expected exactly one of --url and --launch")
     console = Console()
@@ -102,9 +100,9 @@ def texts(model: Path, prompts: Path | None, **options):
 
 @parity.command()
 def layers(
-    model: Model,
     a: Annotated[str, typer.Option(help="trusted side: torch-fp64|fp32|bf16, torch-*+clamped, triton-*, fla-bf16, transformers")],
     b: Annotated[str, typer.Option(help="side to judge")],
+    model: Model = SHIPPED,
     ids: Annotated[str | None, typer.Option(help="token ids of one prompt, separated by spaces or commas")] = None,
     prompts: Prompts = None,
     length: Annotated[int, typer.Option(help="ids of the longer of the two built-in prompts", min=10)] = 200,

@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-from .common import BackendName, Device, Dtype, Model, clear_errors
+from .common import SHIPPED, BackendName, Device, Dtype, Model, clear_errors
 
 
 def serve(
-    model: Model,
+    model: Model = SHIPPED,
     host: Annotated[str, typer.Option(help="address to listen on; any but a loopback one lets other machines in")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port to listen on", min=0, max=65535)] = 30000,
     served_model_name: Annotated[str | None, typer.Option(help="name in /v1/models; default: the folder's name")] = None,
@@ -43,6 +43,7 @@ def serve(
         except ImportError as error:
             raise ValueError(f"serve: expected the extra 'server' to be installed (berrylm-ref[server]), got {error}") from error
         from ..engine.llm import LLM
+        from ..shipped import served_name
 
         for option, value in (("reasoning_parser", reasoning_parser), ("tool_call_parser", tool_call_parser)):
             if value != "berrylm":
@@ -66,7 +67,7 @@ def serve(
             max_total_tokens=max_total_tokens,
         )
         at = f"[{host}]" if ":" in host else host
-        name = served_model_name or model.resolve().name
+        name = served_model_name or served_name(model)
         app = create_app(llm, name, limits, api_key)
         print(f"try:\n  {example(llm, name, f'http://{at}:{port}', bool(api_key))}", flush=True)
         server = GracefulServer(

@@ -2,11 +2,11 @@
 on a CPU in a minute."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from ..config import BerryLMConfig
+from ..shipped import shipped_checkpoint
 
-SHIPPED = Path(__file__).parents[1] / "checkpoints" / "nano"  # its tokenizer and template are the ones to train with
+SHIPPED = shipped_checkpoint()  # its tokenizer and template are the ones to train with
 MOST_RATE = 72.0  # of the forget gates, as in the large model
 DT_BIAS = (-7.0, -2.0)  # uniform: at the upper end the fastest head forgets 13 powers of two a token
 
@@ -70,8 +70,7 @@ NANO = Recipe(
     model=NANO_MODEL,
     minutes=7.0,
     tokens=61440,  # every bucket divides it, so that all batches have one shape once rows are packed
-    buckets=(32, 64, 96, 128, 160, 192, 256, 320, 384, 512, 1024, 4096),
-    unit_batches=96,
+    buckets=(32, 64, 96, 128, 192, 256, 384, 512, 1024, 4096),
 )
 MICRO = Recipe(
     name="micro",

@@ -144,9 +144,7 @@ def test_the_command_launches_a_server_and_measures_it(monkeypatch):
 @pytest.mark.parametrize(
     "args,message",
     [
-        ([], "expected --model"),
-        (["--launch"], "expected --model"),
-        (["--url", "http://x", "--launch", "--model", "/"], "expected --model"),
+        (["--url", "http://x", "--launch", "--model", "/"], "expected --launch"),
         (["--url", "http://127.0.0.1:1"], "--vocab-size"),
         (["--url", "http://127.0.0.1:1", "--vocab-size", "9"], "error:"),
         (["--model", "/nowhere"], "expected a config.json"),

@@ -283,8 +283,8 @@ def test_the_command_launches_a_server_measures_and_ends_it(folder, tmp_path):
     assert "times the floor" in done.stdout and (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads((tmp_path / "p.json").read_text())
     assert found["lines"][-1]["mean"] < 1e-5 and not found["findings"]
-    assert CliRunner().invoke(app, ["parity", "--model", str(folder)]).exit_code == 2
-    assert CliRunner().invoke(app, ["parity", "--launch"]).exit_code == 2
+    assert CliRunner().invoke(app, ["parity", "--model", str(folder)]).exit_code == 2, "neither --url nor --launch"
+    assert CliRunner().invoke(app, ["parity", "--launch", "--url", "http://127.0.0.1:1"]).exit_code == 2
 
 
 def test_a_launched_server_ends_with_its_measurement(folder):
