@@ -62,7 +62,10 @@ class Part:
     start: int
     end: int
     boundaries: list[tuple[int, int]]
-    samples: bool  # the last token there is runs, so its logits choose the next one
+
+    def __post_init__(self):
+        # the last token there is runs, so its logits choose the next one; settled here, since the sequence grows meanwhile
+        self.samples = self.end == self.running.length
 
     @property
     def scored(self) -> bool:
@@ -109,7 +112,7 @@ class Scheduler:
                     return None
                 if not self._make_room(running, length):
                     continue
-            parts.append(Part(running, running.consumed, length, [], True))
+            parts.append(Part(running, running.consumed, length, []))
             budget -= 1
         budget = max(budget, self.cache.grid)  # one grid step of prefill at least, or decodes keep everyone else out
         for running in self.running:
@@ -176,7 +179,7 @@ class Scheduler:
             end = end // grid * grid
         if end <= start:
             return budget
-        parts.append(Part(running, start, end, self.cache.boundaries(running.lease, start, end), end == total))
+        parts.append(Part(running, start, end, self.cache.boundaries(running.lease, start, end)))
         return budget - (end - start)
 
     def _make_room(self, running: Running, tokens: int) -> bool:
