@@ -14,6 +14,7 @@ from .config import BerryLMConfig
 from .layers import Layer, Norm, random_weight
 from .ops.kda import INTRA
 from .ops.rope import rope_angles
+from .sharding import Shard
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -38,7 +39,10 @@ class Decoder(nn.Module):
 
 
 class BerryLM(nn.Module):
-    """The whole model. ``backend`` chooses the ops, ``kda_intra`` the scores of the linear layers (one name, or one a layer)."""
+    """The whole model. ``backend`` chooses the ops, ``kda_intra`` the scores of the linear layers (one name, or one a layer).
+
+    ``shard``: this process holds one rank's part of it, and every rank of the process group calls it alike; None: all of it.
+    """
 
     def __init__(
         self,
@@ -48,15 +52,18 @@ class BerryLM(nn.Module):
         device: torch.device | str = "cpu",
         backend: str | Backend = "auto",
         kda_intra: str | list[str] = "dyadic",
+        shard: Shard | None = None,
     ):
         super().__init__()
         dtype = as_dtype(dtype)
-        self.config = config
-        self.backend = get_backend(backend, device, dtype)
+        self.config, self.shard = config, shard or Shard(config)
+        self.backend = self.shard.backend(get_backend(backend, device, dtype))
         with torch.device(device):
-            self.model = Decoder(config)
-            self.lm_head = None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            c = self.local
+            self.model = Decoder(c)
+            self.lm_head = None if c.tie_word_embeddings else nn.Linear(c.hidden_size, c.vocab_size, bias=False)
         self.to(dtype)
+        self.requires_grad_(self.shard.size == 1)  # what ranks exchange has no history
         self.set_kda_intra(kda_intra)
 
     @classmethod
@@ -67,19 +74,21 @@ class BerryLM(nn.Module):
         device: torch.device | str = "cpu",
         backend: str | Backend = "auto",
         kda_intra: str | list[str] = "dyadic",
+        shard: Shard | None = None,
     ) -> "BerryLM":
         """Load config.json and the safetensors beside it (single file or index), tensor by tensor, cast to ``dtype``.
 
+        Of a ``shard`` only its own slices are read.
         Raises ValueError naming the file or the tensor where they do not fit; nothing is used before everything fits.
         """
         dtype, device = as_dtype(dtype), as_device(device)
         backend = get_backend(backend, device, dtype)  # refused before anything is read
         config = BerryLMConfig.from_pretrained(folder)
         files = weights.open_checkpoint(folder)
-        model = cls(config, dtype=dtype, device="meta", backend=backend, kda_intra=kda_intra)
-        plan = weights.plan(files, config, dict(model.named_parameters()))
+        model = cls(config, dtype=dtype, device="meta", backend=backend, kda_intra=kda_intra, shard=shard)
+        plan = weights.plan(files, model.shard, dict(model.named_parameters()))
         model.to_empty(device=device)
-        weights.load(plan, dict(model.named_parameters()))
+        weights.load(plan, model.shard, dict(model.named_parameters()))
         return model.eval()
 
     def save_pretrained(self, folder: str | Path, max_shard_size: str | int = "2GB") -> None:
@@ -99,8 +108,13 @@ class BerryLM(nn.Module):
             layer.intra = choice
 
     @property
+    def local(self) -> BerryLMConfig:
+        """The sizes of what is held here; without a shard those of the whole model."""
+        return self.shard.local
+
+    @property
     def head(self) -> Tensor:
-        """[vocab_size, D]; tied, it is the embedding itself."""
+        """[vocab_size, D], or this rank's rows of it; tied, it is the embedding itself."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     @property
@@ -123,7 +137,7 @@ class BerryLM(nn.Module):
     def run(self, batch: Batch, keep_hidden: bool = False) -> tuple[Tensor, list[Tensor]]:
         """One forward: logits [rows asked for, vocab_size], and each layer's stream [P, D] if they are kept."""
         c, ops = self.config, self.backend
-        h = self.model.embed_tokens(batch.input_ids)  # [P, D]
+        h = self.shard.embed(batch.input_ids, self.model.embed_tokens.weight)  # [P, D]
         committed = h.new_empty(c.attn_res_commits, *h.shape)  # block 0 is the embeddings
         committed[0] = h
         rope = rope_angles(batch.positions, c.rotary_dim, c.rope_theta, h.dtype)
@@ -137,7 +151,7 @@ class BerryLM(nn.Module):
             if keep_hidden:
                 hidden.append(h)
         x = ops.rms_norm(h[batch.logit_rows], self.model.norm.weight, c.rms_norm_eps)
-        return linear(x, self.head), hidden
+        return self.shard.gather(linear(x, self.head)), hidden
 
     def check_ids(self, input_ids: Tensor) -> None:
         is_tensor = isinstance(input_ids, Tensor)

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .config import BerryLMConfig
+from .sharding import Shard
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of one number
@@ -91,8 +92,9 @@ def _headers(path: Path) -> Iterator[Entry]:
         raise ValueError(f"{path}: expected a whole safetensors file, got {error}") from error
 
 
-def plan(entries: dict[str, Entry], config: BerryLMConfig, parameters: dict[str, Tensor]) -> list[Copy]:
-    """Match headers and parameters; raises ValueError that lists every missing, unwanted or misshapen tensor."""
+def plan(entries: dict[str, Entry], shard: Shard, parameters: dict[str, Tensor]) -> list[Copy]:
+    """Match headers and the parameters of ``shard``; raises ValueError that lists every missing, unwanted or misshapen tensor."""
+    config = shard.local
     pieces = {name: _expert_pieces(name, config) for name in parameters}
     places = {name: (name, ()) for name in parameters}
     places |= {piece: (name, index) for name in parameters for piece, index in pieces[name].items()}
@@ -106,13 +108,13 @@ def plan(entries: dict[str, Entry], config: BerryLMConfig, parameters: dict[str,
             faults.append(f"{name}: nothing in the model wants it")
             continue
         target, index = places[name]
-        want = tuple(parameters[target][index].shape)
+        want = shard.whole_shape(name, tuple(parameters[target][index].shape))
         if entry.shape != want:
             faults.append(f"{name}: expected shape {want}, got {entry.shape} in {entry.file.name}")
         elif entry.dtype not in FLOATS:
             faults.append(f"{name}: expected a float dtype, got {entry.dtype} in {entry.file.name}")
         elif name == "lm_head.weight" and config.tie_word_embeddings:
-            _check_tied(entries, entry, faults)
+            _check_tied(entries, entry, shard, faults)
         else:
             copies.append(Copy(entry, target, index))
     for name in parameters:
@@ -138,19 +140,29 @@ def _expert_pieces(name: str, config: BerryLMConfig) -> dict[str, tuple]:
     return {f"{prefix}.{e}.{part}_proj.weight": (e, at) for e in range(config.num_experts) for part, at in rows.items()}
 
 
-def _check_tied(entries: dict[str, Entry], head: Entry, faults: list[str]) -> None:
+def _check_tied(entries: dict[str, Entry], head: Entry, shard: Shard, faults: list[str]) -> None:
     embedding = entries.get("model.embed_tokens.weight")
-    if embedding is not None and not torch.equal(read(head), read(embedding)):
-        faults.append("lm_head.weight: expected the embedding with tie_word_embeddings, got other values")
+    if embedding is None:
+        return
+    with safe_open(head.file, framework="pt") as f, safe_open(embedding.file, framework="pt") as g:
+        if not torch.equal(_read(f, head, shard), _read(g, embedding, shard)):
+            faults.append("lm_head.weight: expected the embedding with tie_word_embeddings, got other values")
 
 
-def read(entry: Entry) -> Tensor:
-    with safe_open(entry.file, framework="pt") as f:
+def _read(f, entry: Entry, shard: Shard) -> Tensor:
+    """What ``shard`` holds of a tensor, from an open file; nothing else is read."""
+    spans = shard.spans(entry.name, entry.shape)
+    if spans is None:
         return f.get_tensor(entry.name)
+    dim, ranges = spans
+    part = f.get_slice(entry.name)
+    if not ranges:  # held by another rank, and added up with zeros
+        return torch.zeros(entry.shape)
+    return torch.cat([part[(slice(None),) * dim + (slice(begin, end),)] for begin, end in ranges], dim)
 
 
 @torch.no_grad()
-def load(copies: list[Copy], parameters: dict[str, Tensor]) -> None:
+def load(copies: list[Copy], shard: Shard, parameters: dict[str, Tensor]) -> None:
     """Carry out the plan; one tensor is read at a time, and cast on the way.
 
     An open file is a memory map: what was read stays resident until it is closed. So it is opened anew whenever more than
@@ -168,7 +180,7 @@ def load(copies: list[Copy], parameters: dict[str, Tensor]) -> None:
     for run in runs:
         with safe_open(run[0].source.file, framework="pt") as f:
             for step in run:
-                parameters[step.target][step.index].copy_(f.get_tensor(step.source.name))
+                parameters[step.target][step.index].copy_(_read(f, step.source, shard))
 
 
 def save(model, folder: str | Path, max_shard_size: str | int = "2GB") -> None:
@@ -177,6 +189,8 @@ def save(model, folder: str | Path, max_shard_size: str | int = "2GB") -> None:
     Everything is written beside the old files first. The switch is one rename or removal, so that a reader finds the old
     weights, the new ones, or an error, and never a mixture.
     """
+    if model.shard.size > 1:
+        raise ValueError(f"save_pretrained: model: expected a whole one, got rank {model.shard.rank} of {model.shard.size}")
     limit, folder = parse_size(max_shard_size), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[dict[str, Tensor]] = [{}]
