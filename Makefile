@@ -1,7 +1,7 @@
 # Everything runs from .venv, which the first target that needs it builds; later runs find the stamp and build nothing.
 PYTHON ?= python3
 JOBS   ?= 2
-MODEL  ?= tests/golden/hf-tiny-default
+MODEL  ?= berrylm_ref/checkpoints/nano
 
 VENV  := .venv
 BIN   := $(VENV)/bin
@@ -15,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadscope
 .PHONY: demo test lab serve notebooks lint mutants
 
 demo: $(STAMP)
-	$(BIN)/python -m berrylm_ref.demo $(MODEL)
+	$(BIN)/python -m berrylm_ref.demo $(MODEL) tests/golden/hf-tiny-default
 
 test: lint
 	$(PYTEST) $(NBVAL)

@@ -1,79 +1,111 @@
-"""``make demo``: the whole chain once, on a checkpoint with recorded official outputs.
+"""``make demo``: the whole chain once, and at every step whether it is right.
 
-Loads the official checkpoint, compares logits with the official ones, starts the server, asks it over HTTP for the official
-greedy tokens, and stops it. Every line says what it saw; the first mismatch ends the run with an error.
+First the proof that the model is exact: logits of the official test checkpoint beside those of the official code. Then the
+shipped checkpoint behind a real socket: a question that needs thinking, a second one that goes on from it and finds the first in
+the cache, a tool called and its result answered. What is right is calculated here; the first thing that is not as it should be
+ends the run with status 1.
 """
 
 import json
-import os
-import socket
-import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from pathlib import Path
+from typing import Any
 
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 
 from . import BerryLM
+from .commands.chat import CALCULATOR, calculate, harmless
+from .parity.client import Http
+from .parity.launch import launched
 
 LIMIT = 1e-5  # fp32 noise is near 1e-6; any real mistake shows above 4e-5
+GRID = 64  # tokens between two states that the prefix cache may keep
+QUESTION = "Freya opens 36 drawers with 11 tiles each and finds 2990 more under the table. How many tiles is that?"
+FOLLOW_UP = "And 187 less than that?"
+CALL = "What is 734*12? Use the calculator."
+console = Console(highlight=False, soft_wrap=True)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, golden: Path) -> None:
+    exact(golden)
+    try:
+        with launched(folder) as url:
+            http = Http(url)
+            (card,) = http.get("/v1/models")["data"]
+            show("server", f"{card['id']} at {url}, {card['max_model_len']:,} tokens of context")
+            thinking(http)
+            tool(http)
+    except ValueError as error:
+        sys.exit(f"demo: {error}")
+    show("done", "server stopped; all as it should be")
+
+
+def exact(folder: Path) -> None:
+    """The logits of the checkpoint in ``folder`` beside the official ones."""
     check((folder / "golden.safetensors").is_file(), f"expected golden.safetensors beside a checkpoint in {folder}")
-    golden = load_file(folder / "golden.safetensors")
-    model = BerryLM.from_pretrained(folder)
-    c = model.config
-    parameters = sum(p.numel() for p in model.parameters())
-    print(f"loaded {folder}: {c.num_hidden_layers} layers ({len(c.linear_layers)} KDA), {parameters:,} parameters")
-
+    golden, model = load_file(folder / "golden.safetensors"), BerryLM.from_pretrained(folder)
     with torch.inference_mode():
         logits = model(golden["input_ids"])
     error = float((logits.double() - golden["logits"].double()).norm() / golden["logits"].double().norm())
-    print(f"logits {list(logits.shape)}: relative L2 distance to the official ones {error:.1e} (limit {LIMIT:.0e})")
-    check(error <= LIMIT, "logits differ from the official ones")
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    command = [sys.executable, "-m", "berrylm_ref.cli", "serve", "--model", str(folder), "--port", str(port)]
-    server = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        wait_for(f"{url}/health", server)
-        print(f"server is up at {url}; models: {[m['id'] for m in fetch(f'{url}/v1/models')['data']]}")
-        prompt, want = golden["greedy_prompt_ids"][0].tolist(), golden["greedy_ids"][0].tolist()
-        answer = fetch(f"{url}/v1/completions", {"prompt": prompt, "max_tokens": len(want), "temperature": 0})
-        got = answer["choices"][0]["token_ids"]
-        print(f"greedy ids over HTTP: {got}")
-        check(got == want, f"expected the official greedy ids {want}")
-        print(f"equal to the official {len(want)} greedy ids; usage {answer['usage']}")
-    finally:
-        server.terminate()
-        server.wait(timeout=30)
-    print("server stopped. All equal.")
+    show("exact", f"logits {list(logits.shape)} of the official test checkpoint: rel-L2 to the official ones {error:.1e}")
+    check(error <= LIMIT, f"expected the official logits within {LIMIT:.0e}, got {error:.1e}")
 
 
-def fetch(url: str, body: dict | None = None) -> dict:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=120) as response:
-        return json.load(response)
+def thinking(http: Http) -> None:
+    """A problem of two steps, then a question that only makes sense after it."""
+    messages, sent = [], 0
+    for question, sum_text, right in (
+        (QUESTION, "36*11+2990", 36 * 11 + 2990),
+        (FOLLOW_UP, "36*11+2990-187", 36 * 11 + 2990 - 187),
+    ):
+        messages.append({"role": "user", "content": question})
+        answer = ask(http, messages)
+        message, usage = answer["message"], answer["usage"]
+        check(bool(message["reasoning_content"]), f"expected reasoning, got {message}")
+        show("thinking", message["reasoning_content"], "dim")
+        show("answer", message["content"])
+        check(message["content"] == f"The answer is {right}.", f"expected {sum_text} = {right}, got {message['content']!r}")
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        show("right", f"{sum_text} = {right}; {usage['prompt_tokens']} tokens in, {cached} of them cached", "green")
+        due = max(sent - 1, 0) // GRID * GRID  # the turn before, but for its last token
+        check(cached >= due and (cached > 0) == (due > 0), f"expected at least {due} cached tokens, got {cached}")
+        messages.append(message)
+        sent = usage["total_tokens"]
+    check(due > 0, f"expected a first turn of more than {GRID} tokens, so that something is cached")
 
 
-def wait_for(url: str, server: subprocess.Popen, seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        check(server.poll() is None, f"the server ended with status {server.poll()}")
-        try:
-            fetch(url)
-            return
-        except (urllib.error.URLError, ConnectionError):
-            time.sleep(0.2)
-    check(False, f"no answer from {url} within {seconds:.0f} s")
+def tool(http: Http) -> None:
+    """A call, run here, and the answer to its result."""
+    messages = [{"role": "user", "content": CALL}]
+    called = ask(http, messages, [CALCULATOR])["message"]
+    calls = called.get("tool_calls") or []
+    check(len(calls) == 1, f"expected one call, got {called}")
+    function = calls[0]["function"]
+    show("call", f"{function['name']}({function['arguments']})", "yellow")
+    check(json.loads(function["arguments"]) == {"expression": "734*12"}, "expected calculator with expression 734*12")
+    result = calculate(function)
+    show("result", result, "yellow")
+    messages += [called, {"role": "tool", "tool_call_id": calls[0]["id"], "content": result}]
+    answer = ask(http, messages, [CALCULATOR], shown=False)["message"]["content"]
+    show("answer", answer)
+    check(answer == f"The answer is {734 * 12}.", f"expected 734*12 = {734 * 12}, got {answer!r}")
+    show("right", f"734*12 = {734 * 12}", "green")
+
+
+def ask(http: Http, messages: list[dict], tools: list[dict] | None = None, shown: bool = True) -> dict[str, Any]:
+    """The model's turn, greedy: ``message`` and ``usage``."""
+    if shown:
+        show("question", messages[-1]["content"], "bold")
+    body = {"messages": messages, "temperature": 0, "max_tokens": 320, **({"tools": tools} if tools else {})}
+    answer = http.post("/v1/chat/completions", body)
+    return {"message": answer["choices"][0]["message"], "usage": answer["usage"]}
+
+
+def show(label: str, text: str, style: str = "") -> None:
+    for i, line in enumerate(harmless(str(text)).splitlines() or [""]):
+        console.print(f"{'' if i else label:10}{line}", style=style, markup=False)
 
 
 def check(ok: bool, message: str) -> None:
@@ -82,6 +114,6 @@ def check(ok: bool, message: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m berrylm_ref.demo CHECKPOINT_FOLDER_WITH_GOLDEN_TENSORS")
-    main(Path(sys.argv[1]))
+    if len(sys.argv) != 3:
+        sys.exit("usage: python -m berrylm_ref.demo CHECKPOINT_FOLDER FOLDER_WITH_GOLDEN_TENSORS")
+    main(*map(Path, sys.argv[1:]))
