@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..cache.batch import Batch, Caches, Sequence, ints, upload
 from ..model import BerryLM
-from .scheduler import Part, Running
+from .scheduler import Part
 
 UNKNOWN = -1  # a token that the device has and the host does not know yet
 
@@ -63,7 +63,7 @@ class Runner:
         """Logits [rows, V]: one row a part, one a token where the prompt is scored. Valid until the next forward."""
         size = next((b for b in self.buckets if b >= len(parts)), None)
         if size is not None and all(part.end - part.start == 1 for part in parts):
-            return self._decode(parts, size)
+            return self.decode(size, *self._rows(parts))
         sequences = [
             Sequence(
                 part.running.tokens[part.start : part.end] or [UNKNOWN],
@@ -75,29 +75,23 @@ class Runner:
             )
             for part in parts
         ]
+        return self.extend(sequences)
+
+    def extend(self, sequences: list[Sequence]) -> Tensor:
+        """A batch that is packed anew."""
         batch = Batch.build(sequences, self.caches, self.last)
         self.slots = batch.slots
         return self.model.run(batch)[0]
 
-    def remember(self, at: Tensor | None, tokens: Tensor) -> None:
-        """``tokens`` are the newest of the last forward's parts, or of its parts ``at``."""
-        self.last[self.slots if at is None else self.slots[at]] = tokens
-
-    def _decode(self, parts: list[Part], size: int) -> Tensor:
-        static, n, page_size = self._buffers(size), len(parts), self.caches.page_size
+    def decode(self, size: int, rows: list[tuple[int, int, int, int]], stale: list[tuple[int, int, int]]) -> Tensor:
+        """A batch over the buffers of bucket ``size``: (token, position, slot, page) of every row, and (slot, place, page) of
+        pages that the table does not have."""
+        static, n = self._buffers(size), len(rows)
         meta = torch.zeros(4, static.meta.shape[1], dtype=torch.long, pin_memory=self.device.type == "cuda")
-        rows, stale = [], []
-        for part in parts:
-            running, start = part.running, part.start
-            tokens, lease = running.tokens, running.lease
-            page = start // page_size
-            if running.sent < page:
-                stale.append((running, running.sent, page))
-            running.sent = page + 1
-            rows.append((tokens[start] if start < len(tokens) else UNKNOWN, start, lease.slot, lease.pages[page]))
         meta[:, :n] = torch.tensor(rows, dtype=torch.long).T
         if stale:
-            self._send_pages(stale)
+            slots, places, pages = upload([ints(column) for column in zip(*stale, strict=True)], self.device)
+            self.table[slots, places] = pages.int()
         static.meta.copy_(meta, non_blocking=True)
         if static.graph is not None:
             static.graph.replay()
@@ -106,15 +100,21 @@ class Runner:
         self.slots = static.meta[2, :n]
         return static.logits[:n]
 
-    def _send_pages(self, stale: list[tuple[Running, int, int]]) -> None:
-        """The pages begin .. end - 1 of sequences, which the table does not have; the newest comes with its token."""
-        slots, places, pages = [], [], []
-        for running, begin, end in stale:
-            slots += [running.lease.slot] * (end - begin)
-            places += range(begin, end)
-            pages += running.lease.pages[begin:end]
-        slots, places, pages = upload([ints(slots), ints(places), ints(pages)], self.device)
-        self.table[slots, places] = pages.int()
+    def remember(self, at: Tensor | None, tokens: Tensor) -> None:
+        """``tokens`` are the newest of the last forward's parts, or of its parts ``at``."""
+        self.last[self.slots if at is None else self.slots[at]] = tokens
+
+    def _rows(self, parts: list[Part]) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, int, int]]]:
+        """What ``decode`` takes; the newest page of a sequence comes with its row."""
+        rows, stale = [], []
+        for part in parts:
+            running, start = part.running, part.start
+            tokens, lease = running.tokens, running.lease
+            page = start // self.caches.page_size
+            stale += [(lease.slot, place, lease.pages[place]) for place in range(running.sent, page)]
+            running.sent = page + 1
+            rows.append((tokens[start] if start < len(tokens) else UNKNOWN, start, lease.slot, lease.pages[page]))
+        return rows, stale
 
     def _step(self, static: Static) -> Tensor:
         """One token for every row; nothing in here waits for the host."""
