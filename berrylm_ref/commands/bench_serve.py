@@ -1,17 +1,17 @@
 """``berrylm bench serve``: an engine of this process, or a server, under load."""
 
 import json
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .common import SHIPPED, BackendName, Device, Dtype, clear_errors
+from .common import SHIPPED, BackendName, Device, Dtype, clear_errors, progress_bar
 
 
 def serve(
-    model: Annotated[Path | None, typer.Option(help="checkpoint folder, default: the shipped one; with --url only its vocabulary")] = None,
+    model: Annotated[Path | None, typer.Option(help="checkpoint folder; default: the shipped one, with --url none")] = None,
     url: Annotated[str | None, typer.Option(help="measure the server at http://HOST:PORT in place of an engine here")] = None,
     launch: Annotated[bool, typer.Option("--launch", help="start berrylm serve for --model and measure it")] = False,
     vocab_size: Annotated[int | None, typer.Option(help="with --url and no --model: prompt ids are below this", min=1)] = None,
@@ -63,7 +63,7 @@ def serve(
             with launched(model, *options) if launch else nullcontext(url) as where:
                 if warmup:
                     run_over_http(where, first, vocab, **client)
-                with progress_bar(requests) as bar:
+                with progress_bar("requests", requests) as bar:
                     run = run_over_http(where, load, vocab, progress=bar, **client)
         else:
             llm = LLM(
@@ -71,7 +71,7 @@ def serve(
             )
             if warmup:
                 run_in_process(llm, first)
-            with progress_bar(requests) as bar:
+            with progress_bar("requests", requests) as bar:
                 run = run_in_process(llm, load, progress=bar)
         how = "launched" if launch else url or "in process"
         result = {"workload": asdict(load), "how": how, **run.summary()}
@@ -81,15 +81,3 @@ def serve(
         if plot:
             draw(run, f"{load.name}, {how}: {run.output_tokens_per_s:.0f} output tokens/s", plot)
         print(text)
-
-
-@contextmanager
-def progress_bar(total: int):
-    """A bar on stderr; gives the function to call with the number of requests that have ended."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("requests", total=total)
-        yield lambda ended: progress.update(task, completed=ended)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .common import SHIPPED, BackendName, Device, Dtype, Model, clear_errors
+from .common import SHIPPED, BackendName, Device, Dtype, KdaIntra, Model, clear_errors
 
 
 def serve(
@@ -30,9 +30,11 @@ def serve(
     shutdown_grace: Annotated[float, typer.Option(help="seconds that running calls have after SIGTERM or SIGINT")] = 5,
     max_running_requests: Annotated[int, typer.Option(help="sequences in one forward")] = 32,
     max_total_tokens: Annotated[int | None, typer.Option(help="KV memory in tokens; default: by the memory there is")] = None,
+    kda_intra: KdaIntra = "dyadic",
     dtype: Dtype = "float32",
     device: Device = "cpu",
     backend: BackendName = "auto",
+    tp: Annotated[int, typer.Option(help="processes that share every layer, a GPU each; if one dies, the server ends")] = 1,
 ) -> None:
     """Serve an OpenAI-compatible API until a signal: the first lets running calls finish, the second doesn't."""
     with clear_errors():
@@ -63,9 +65,13 @@ def serve(
             dtype=dtype,
             device=device,
             backend=backend,
+            kda_intra=kda_intra,
             max_running_requests=max_running_requests,
             max_total_tokens=max_total_tokens,
+            tp=tp,
         )
+        if llm.ranks:
+            llm.ranks.exits = True
         at = f"[{host}]" if ":" in host else host
         name = served_model_name or served_name(model)
         app = create_app(llm, name, limits, api_key)
@@ -74,6 +80,7 @@ def serve(
             app, host=host, port=port, grace=shutdown_grace, header_seconds=header_timeout, idle_seconds=idle_timeout
         )
         server.run()
+        llm.close()
 
 
 def example(llm, name: str, url: str, key: bool) -> str:

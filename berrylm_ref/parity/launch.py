@@ -18,14 +18,19 @@ START_SECONDS, STOP_SECONDS = 600.0, 10.0
 
 
 @contextmanager
-def launched(model: str | Path, dtype: str = "float32", device: str = "cpu", backend: str = "auto") -> Iterator[str]:
-    """The address of a server of our own on a free port, in a process group of its own that ends with the block."""
+def launched(
+    model: str | Path, dtype: str = "float32", device: str = "cpu", backend: str = "auto", *options: str
+) -> Iterator[str]:
+    """The address of a server of our own on a free port, in a process group of its own that ends with the block.
+
+    options: more of ``berrylm serve``'s.
+    """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     command = [
         sys.executable, "-m", "berrylm_ref.cli", "serve", "--model", str(model), "--port", str(port),
-        "--dtype", dtype, "--device", device, "--backend", backend,
+        "--dtype", dtype, "--device", device, "--backend", backend, *options,
     ]  # fmt: skip
     before = signal.getsignal(signal.SIGTERM)
     with tempfile.TemporaryFile("w+") as log:

@@ -1,17 +1,17 @@
 """The evaluation of a checkpoint: held-out problems, tool calls and retrieval, greedy, with their token counts and speed."""
 
+import hashlib
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from ..backend import Backend
 from ..engine.llm import LLM
-from ..engine.params import SamplingParams
-from .ask import LocalClient, Reply
+from ..shipped import served_name
+from .ask import LocalClient, Progress, Question, Reply, ServedClient
 from .batches import load_texts
 from .record import machine
-from .tasks import CAP, TASKS, Item
-
-SPEED_TOKENS = 64  # of the single stream that is timed
+from .tasks import CAP, TASKS, Item, Task
 
 
 def evaluate(
@@ -25,24 +25,57 @@ def evaluate(
     batch: int | None = None,
     only: list[str] | None = None,
     deadline: float | None = None,
+    progress: Progress | None = None,
 ) -> dict:
-    """Ask the checkpoint in ``folder`` all tasks, or the ones named in ``only``.
+    """Ask the checkpoint in ``folder``, in this process, all tasks, or the ones named in ``only``.
 
     problems: of a whole task; the same number gives the same problems. batch: questions in one forward, None is 32, on a GPU 256.
     deadline: of ``time.monotonic``; what has no answer by then is left out and counted. Returns what the JSON holds.
     """
-    tasks = [task for task in TASKS if only is None or task.name in only]
-    unknown = sorted(set(only or ()) - {task.name for task in TASKS})
-    if unknown or not tasks:
-        raise ValueError(f"eval: tasks: expected some of {[task.name for task in TASKS]}, got {unknown or only}")
+    tasks = chosen(only)
     _, template = load_texts(folder)
     running = batch or (256 if device == "cuda" else 32)
     llm = LLM(folder, dtype=dtype, device=device, backend=backend, kda_intra=kda_intra, max_running_requests=running)
     client = LocalClient(llm, template)
-    speed = single_stream(llm)
+    settings = {
+        "how": "in process", "model": served_name(folder), "weights_sha256": weights_hash(folder), "problems": problems,
+        "device": device, "backend": llm.model.backend.name, "dtype": dtype, "kda_intra": kda_intra, "batch": running,
+        "max_new_tokens": CAP,
+    }  # fmt: skip
+    return result(client, lambda questions: client.ask(questions, deadline, progress), tasks, problems, settings)
+
+
+def evaluate_served(
+    url: str,
+    *,
+    problems: int = 200,
+    api_key: str | None = None,
+    batch: int = 32,
+    only: list[str] | None = None,
+    progress: Progress | None = None,
+    **settings,
+) -> dict:
+    """As ``evaluate``, of the model behind ``url``, through its chat API and reasoning parser; ``batch`` questions at a time.
+
+    settings: what is known of the server, for the record. ValueError where it refuses a question.
+    """
+    tasks, client = chosen(only), ServedClient(url, api_key, batch)
+    settings |= {"model": client.model, "problems": problems, "batch": batch, "max_new_tokens": CAP}
+    return result(client, lambda questions: client.ask(questions, progress), tasks, problems, settings)
+
+
+def result(
+    client: LocalClient | ServedClient,
+    ask: Callable[[list[Question]], list[Reply]],
+    tasks: list[Task],
+    problems: int,
+    settings: dict,
+) -> dict:
+    """What the JSON holds."""
+    speed = client.single_stream()
     items = {task.name: task.items(problems) for task in tasks}
     begin = time.monotonic()
-    replies = iter(client.ask([item.question for part in items.values() for item in part], deadline))
+    replies = iter(ask([item.question for part in items.values() for item in part]))
     seconds = time.monotonic() - begin
     results, tokens = {}, 0
     for task in tasks:
@@ -56,12 +89,31 @@ def evaluate(
             "batched_tokens_per_s": round(tokens / seconds, 1),
             "seconds": round(seconds, 1),
         },
-        "settings": {
-            "problems": problems, "device": device, "backend": llm.model.backend.name, "dtype": dtype, "kda_intra": kda_intra,
-            "batch": running, "max_new_tokens": CAP,
-        },
+        "settings": settings,
         "machine": machine(),
-    }  # fmt: skip
+    }
+
+
+def chosen(only: list[str] | None) -> list[Task]:
+    """The tasks named in ``only``; None is all."""
+    unknown = sorted(set(only or ()) - {task.name for task in TASKS})
+    tasks = [task for task in TASKS if only is None or task.name in only]
+    if unknown or not tasks:
+        raise ValueError(f"eval: tasks: expected some of {[task.name for task in TASKS]}, got {unknown or only}")
+    return tasks
+
+
+def count(only: list[str] | None, problems: int) -> int:
+    """How many questions they are."""
+    return sum(len(task.items(problems)) for task in chosen(only))
+
+
+def weights_hash(folder: str | Path) -> str:
+    """SHA-256 of the weights, file by file in the order of their names: which ones a result is of."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def score(task, pairs: list[tuple[Item, Reply]]) -> dict:
@@ -94,16 +146,6 @@ def example(item: Item, reply: Reply) -> dict:
     got = f"{reply.reasoning} | {reply.content} {reply.calls or ''}".strip()
     asked = item.question.messages[-1]["content"] or ""
     return {"asked": asked[-200:], "expected": str(item.expected)[:200], "got": got[-300:]}
-
-
-def single_stream(llm: LLM) -> float:
-    """Tokens a second of one stream after a warm-up of the same length."""
-    prompt = llm.tokenizer.encode("The answer is")
-    params = SamplingParams(temperature=0.0, max_tokens=SPEED_TOKENS, ignore_eos=True)
-    llm.generate([prompt], params)
-    begin = time.monotonic()
-    llm.generate([prompt], params)
-    return SPEED_TOKENS / (time.monotonic() - begin)
 
 
 def print_table(result: dict) -> None:

@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 import sys
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
@@ -23,10 +24,21 @@ def machine() -> dict:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    found = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "versions": versions}
+    found = {"cpu": processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "versions": versions}
+    found["date"] = datetime.now(UTC).strftime("%Y-%m-%d")
     if torch.cuda.is_available():
         found["gpu"], found["cuda"] = torch.cuda.get_device_name(0), torch.version.cuda
     return found
+
+
+def processor() -> str:
+    """The processor's name where the system tells it, else its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def commit() -> str | None:

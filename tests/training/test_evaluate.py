@@ -5,15 +5,16 @@ import time
 from random import Random
 
 import pytest
+from served import free_port, serving
 from typer.testing import CliRunner
 
-from berrylm_ref import BerryLM
+from berrylm_ref import LLM, BerryLM
 from berrylm_ref.cli import app
-from berrylm_ref.training.ask import Reply, read_reply
+from berrylm_ref.training.ask import Reply, ServedClient, read_reply
 from berrylm_ref.training.batches import load_texts
 from berrylm_ref.training.checkpoint import save_checkpoint
 from berrylm_ref.training.data import conversation
-from berrylm_ref.training.evaluate import evaluate, score
+from berrylm_ref.training.evaluate import count, evaluate, evaluate_served, score, weights_hash
 from berrylm_ref.training.initial import initialise
 from berrylm_ref.training.recipe import MICRO, SHIPPED
 from berrylm_ref.training.tasks import CAP, TASKS, last_number, no_call, same_calls, same_number, same_text
@@ -95,8 +96,8 @@ def test_answers_that_look_right_and_are_not():
 def test_an_untrained_model_is_evaluated_and_scores_nothing(checkpoint, tmp_path):
     """The command on a model that knows nothing: every reply is wrong or runs into the cap, and the JSON says where it ran."""
     out = tmp_path / "eval.json"
-    arguments = ["eval", "--model", str(checkpoint), "--problems", "1", "--tasks", "problems; retrieval 256", "--out", str(out)]
-    result = CliRunner().invoke(app, arguments)
+    arguments = ["--problems", "1", "--tasks", "problems; retrieval 256", "--out", str(out)]
+    result = CliRunner().invoke(app, ["eval", "--in-process", "--model", str(checkpoint), *arguments])
     assert result.exit_code == 0, result.output
     report = json.loads(out.read_text())
     assert list(report["tasks"]) == ["problems", "retrieval 256"] and report["settings"]["backend"] == "torch"
@@ -115,3 +116,60 @@ def test_what_has_no_answer_in_time_is_counted_not_scored(checkpoint):
 def test_an_unknown_task_is_refused_with_the_names(checkpoint):
     with pytest.raises(ValueError, match="expected some of .*retrieval 4k.* got .*poetry"):
         evaluate(checkpoint, only=["poetry"])
+
+
+@pytest.fixture(scope="module")
+def shipped_server():
+    with serving(LLM(SHIPPED, max_total_tokens=8192), api_key="secret") as client:
+        yield str(client.base_url)
+
+
+def test_a_server_gives_the_answers_of_the_engine_in_process(shipped_server):
+    """Both go by the same template and parsers: a client that reads another field, or drops a call, scores another model."""
+    only = ["problems", "tool call", "tools listed, none fits", "problems, thinking off"]
+    seen = []
+    there = evaluate_served(shipped_server, api_key="secret", problems=3, batch=4, only=only, progress=seen.append)
+    here = evaluate(SHIPPED, problems=3, only=only)
+    assert there["tasks"] == here["tasks"]
+    assert there["tasks"]["problems"]["accuracy"] == 1.0 == there["tasks"]["tool call"]["accuracy"]
+    assert seen == list(range(1, count(only, 3) + 1)) and there["speed"]["single_stream_tokens_per_s"] > 0
+    assert there["settings"]["model"] == "tiny" and here["settings"]["weights_sha256"] == weights_hash(SHIPPED)
+
+
+def test_a_call_over_http_is_read_whole(shipped_server):
+    """finish_reason "tool_calls" is an end by itself; reasoning and arguments arrive as the in-process parsers give them."""
+    question = next(t for t in TASKS if t.name == "tool calls, several").items(2)[0].question
+    (reply,) = ServedClient(shipped_server, "secret").ask([question])
+    assert reply.finish_reason == "stop" and len(reply.calls) >= 2 and reply.tokens > 20
+    assert all(isinstance(arguments, dict) and arguments for _, arguments in reply.calls)
+
+
+def test_what_the_server_refuses_ends_the_evaluation_with_its_words(shipped_server):
+    with pytest.raises(ValueError, match="expected status 200, got 401"):
+        evaluate_served(shipped_server, problems=1)
+    too_long = next(t for t in TASKS if t.name == "problems").items(1)[0].question
+    with pytest.raises(ValueError, match="got 400.*max_tokens"):
+        ServedClient(shipped_server, "secret").ask([type(too_long)(too_long.messages, None, True, 0)] * 3)
+
+
+@pytest.mark.slow
+def test_the_command_starts_a_server_and_compares(checkpoint, tmp_path, monkeypatch):
+    """As the README says it: one command for everything, the clamped scores included; the key in the environment fits both."""
+    monkeypatch.setenv("BERRYLM_API_KEY", "secret")
+    out = tmp_path / "eval.json"
+    arguments = ["--problems", "1", "--tasks", "retrieval 256", "--compare", "clamped", "--batch", "2", "--out", str(out)]
+    result = CliRunner().invoke(app, ["eval", "--model", str(checkpoint), *arguments])
+    assert result.exit_code == 0, result.output
+    report = json.loads(out.read_text())
+    assert list(report["tasks"]) == ["retrieval 256"] and list(report["compared"]["tasks"]) == ["problems"]
+    settings, other = report["settings"], report["compared"]["settings"]
+    assert (settings["how"], settings["kda_intra"], other["kda_intra"]) == ("launched", "dyadic", "clamped")
+    assert settings["model"] == checkpoint.name and settings["weights_sha256"] == weights_hash(checkpoint)
+
+
+def test_a_server_of_others_is_taken_as_it_is():
+    for option in (["--in-process"], ["--compare", "clamped"], ["--kda-intra", "clamped"]):
+        done = CliRunner().invoke(app, ["eval", "--url", "http://127.0.0.1:1", *option])
+        assert done.exit_code == 2 and "expected no --in-process" in done.stderr
+    done = CliRunner().invoke(app, ["eval", "--url", f"http://127.0.0.1:{free_port()}"])
+    assert done.exit_code == 2 and "expected a server at" in done.stderr
