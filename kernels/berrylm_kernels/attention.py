@@ -2,13 +2,17 @@
 
 A sequence with one query goes through the split decode kernel, a longer one through torch's fused attention on its gathered
 pages: there the work is in the matrix products, and the library's are hard to beat. On an H200 a whole prompt of 8192 tokens
-runs at 640 TFLOP/s (cuDNN), a chunk that continues one at 300 (torch has no lower-right mask for cuDNN).
+runs at 640 TFLOP/s (cuDNN), a chunk that continues one at 300 (torch has no lower-right mask for cuDNN). cuDNN compiles a
+kernel for every new length, which takes longer than many prompts: other lengths than ``RECURRING`` go to FlashAttention-2.
 """
+
+from contextlib import nullcontext
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -20,6 +24,7 @@ __all__ = ["attend", "paged_attention", "qk_norm_rope"]
 
 MAX_HEAD_DIM = 256
 TILE = 2048  # elements a program of the gate kernel holds
+RECURRING = 1024  # whole prompts of a multiple of it, as the engine's full chunks, are worth a kernel of their length
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -67,7 +72,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, tokens, D]
     mask = {"is_causal": True} if T == S else {"attn_mask": causal_lower_right(T, S)}
-    return scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1], **mask)[0].transpose(0, 1)
+    fused = q.is_cuda and q.dtype != torch.float32 and T == S
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if fused and T % RECURRING else nullcontext():
+        o = scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1], **mask)
+    return o[0].transpose(0, 1)
 
 
 def paged_attention(

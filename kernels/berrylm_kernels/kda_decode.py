@@ -18,8 +18,6 @@ To time it: ``kda_decode_step`` with the arguments of its twin can be captured i
 the pools in place.
 """
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -27,12 +25,12 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .arguments import INTERPRETED
+from .overlap import options, overlaps
 
 __all__ = ["kda_decode_step"]
 
 FLOATS = (torch.float32, torch.float16, *(() if INTERPRETED else (torch.bfloat16,)))  # the interpreter cuts bf16 casts
 TILE = 128 * 64  # elements of a state that 4 warps hold in registers; a whole state or 8 warps were slower
-PDL_ROWS = 64  # with more rows the first launch fills the GPU by itself, and programs that wait are in its way
 
 
 @triton.jit
@@ -184,10 +182,12 @@ def _update_kernel(
         squares += tl.sum(o * o, 0)
         tiles += ((o, weight, gate),)
         b_S += b_k[:, None] * e[None, :]
+        if i + 1 < NV:
+            b_next = tl.load(p_S + (i + 1) * BV, mask=m_k[:, None] & (o_v + BV < V)[None, :], other=0.0)
         tl.debug_barrier()  # threads may hold copies of an element: all have loaded before any of them stores
         tl.store(p_S + i * BV, b_S, mask=m_k[:, None] & m_v[None, :])
         if i + 1 < NV:
-            b_S = tl.load(p_S + (i + 1) * BV, mask=m_k[:, None] & (o_v + BV < V)[None, :], other=0.0)
+            b_S = b_next
     rstd = tl.rsqrt(squares / V + eps)
     for i in tl.static_range(NV):
         o_v = i * BV + tl.arange(0, BV)
@@ -236,25 +236,20 @@ def kda_decode_step(
         return out
     ready = torch.empty(S, 2 * H * K + HV * V + HV * K, dtype=torch.float32, device=qkv.device)
     BK, BV, BW = (triton.next_power_of_2(n) for n in (K, V, W))
-    pdl = S <= PDL_ROWS and _has_pdl(qkv.device)
+    pdl = overlaps(S, qkv)
     _prepare_kernel[(S * (2 * H + HV),)](
         qkv, raw_gate, conv_weight, A_log, dt_bias, conv_pool, slots, ready,
         qkv.stride(0), raw_gate.stride(0), conv_pool.stride(0), n_slots, K**-0.5, lower_bound,
-        H, HV, K, V, W, BK, BV, BW, pdl, num_warps=min(4, max(1, BK * BW // 128)),
+        H, HV, K, V, W, BK, BV, BW, pdl, num_warps=min(2, max(1, BK * BW // 128)), **options(pdl),
     )  # fmt: skip
     BV = min(BV, TILE // BK)
     _update_kernel[(S * HV,)](
         ready, z, beta_logit, norm_weight, state_pool, slots, out,
         z.stride(0), beta_logit.stride(0), state_pool.stride(0), n_slots, eps,
         H, HV, K, V, BK, BV, triton.cdiv(V, BV), pdl,
-        num_warps=min(4 if BK <= 128 else 8, max(1, BK * BV // 1024)), **({"launch_pdl": True} if pdl else {}),
+        num_warps=min(4 if BK <= 128 else 8, max(1, BK * BV // 1024)), **options(pdl),
     )  # fmt: skip
     return out
-
-
-@cache
-def _has_pdl(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _check(
