@@ -17,7 +17,7 @@ import torch
 from common import Report, Timer, arguments, ceilings, need_gpu
 
 from berrylm_kernels import kda_front, kda_front_hopper, kda_state, kda_state_hopper
-from berrylm_kernels.kda import chunk_kda, chunk_kda_tier, kda_decode_step
+from berrylm_kernels.kda import chunk_kda, chunk_kda_tier
 from berrylm_kernels.kda_args import Scratch, check_call
 from berrylm_ref.ops import kda as ops
 
@@ -26,9 +26,6 @@ REGIMES = {"-8": (-9, -7), "-235": (-8, -3.5), "-563": (-7, -2.6), "-2359": (-6,
 LENGTHS = (298, 1024, 8192, 32768)
 FP32_BUDGET = 1e-5
 MOST_OF_FLA = {"hopper": 0.5, "plain": 1.0}  # share of fla's time, in the regime of the shipped model
-LINEAR_LAYERS = 30
-MOST_DECODE_US = {1: None, 16: 25, 64: 75, 256: 285}
-MOST_HOST_US = 250  # of one eager call at T = 298
 SHARDS = 10  # processes that compile fla's autotuning candidates side by side
 
 
@@ -218,70 +215,6 @@ def launches(timer, lengths):
     return out
 
 
-def decode_layer(S, seed):
-    """Arguments of one layer's step for S sequences, state pool next to last."""
-    r = torch.Generator("cuda").manual_seed(seed)
-
-    def normal(*shape, dtype=torch.bfloat16):
-        return torch.randn(*shape, device="cuda", generator=r).to(dtype)
-
-    C = 2 * H * K + HV * K
-    A_log, bias = torch.linspace(0, math.log(72), HV, device="cuda"), torch.full((HV * K,), -4.8, device="cuda")
-    return (
-        normal(S, C), normal(S, HV * K), normal(S, HV * K), normal(S, HV), normal(C, 4), A_log, bias, 1 + 0.1 * normal(K),
-        normal(S + 1, C, 3), 0.1 * normal(S + 1, HV, K, K, dtype=torch.float32), torch.arange(1, S + 1, device="cuda"),
-    )  # fmt: skip
-
-
-def host(report, timer, runs, x):
-    out = {name: timer.host(lambda run=run: run(x)) for name, run in runs.items()}
-    print("eager host us", out, flush=True)
-    if out["hopper"] > MOST_HOST_US:
-        report.fail("host hopper", f"{out['hopper']:.0f} us, at most {MOST_HOST_US}")
-    return out
-
-
-def peer_inputs(args):
-    """The same step for fla's recurrence: it has no conv, gate or norm, and takes them as done."""
-    qkv, _, gate, beta, *_, state, _ = args
-    q, k, v = (x.unsqueeze(1).unflatten(-1, (-1, K)).contiguous() for x in qkv.split([H * K, H * K, HV * K], -1))
-    g = -gate.float().abs().view(-1, 1, HV, K)
-    options = {"initial_state": state[1:], "output_final_state": True, "use_qk_l2norm_in_kernel": True}
-    return (q, k, v, g, beta.sigmoid().unsqueeze(1)), options
-
-
-def decode(report, timer, copy):
-    """A graph holds one step of each of the model's 30 linear layers, every one on its own pools, so that no cache keeps a
-    state from replay to replay; a time is a replay's by 30."""
-    out = {}
-    for S, most in MOST_DECODE_US.items():
-        layers = [decode_layer(S, seed) for seed in range(LINEAR_LAYERS)]
-
-        def every_layer(fn, layers=layers):
-            return lambda: [fn(args) for args in layers]
-
-        row = out[f"batch {S}"] = {
-            "ours_us": timer.replay(every_layer(lambda args: kda_decode_step(*args, key_heads=H, eps=1e-6))) / LINEAR_LAYERS,
-            "state_copy_us": timer.replay(every_layer(lambda args: args[9].add_(1))) / LINEAR_LAYERS,
-            "state_traffic_us": 2 * S * HV * K * K * 4 / copy * 1e6,
-        }
-        if most and row["ours_us"] > most:
-            report.fail(f"decode {S}", f"{row['ours_us']:.1f} us, at most {most}")
-        try:
-            from fla.ops.kda import fused_recurrent_kda
-        except ImportError:
-            print("fla is not importable: the decode step has no peer", flush=True)
-        else:
-            prepared = [peer_inputs(args) for args in layers]
-            row["fla_recurrence_only_us"] = (
-                timer.replay(lambda x=prepared: [fused_recurrent_kda(*a, **o) for a, o in x]) / LINEAR_LAYERS
-            )
-        print("decode", S, row, flush=True)
-        del layers
-        torch.cuda.empty_cache()
-    return out
-
-
 def floors(T, rates):
     """What one call must move and multiply at least, in us: inputs and outputs once; the products of the chunk form."""
     moved = T * (2 * H * K * 2 + 2 * HV * K * 2 + HV * K * 4 + HV * 2)
@@ -309,11 +242,8 @@ def main():
     rates = report.part("ceilings", lambda: ceilings(timer))
     report.part("times_us", lambda: times(report, timer, peers, LENGTHS[:2] if args.quick else LENGTHS))
     report.part("launches_us", lambda: launches(timer, LENGTHS[:2] if args.quick else LENGTHS[:3]))
-    x = inputs(298, "-563")
-    report.part("eager_host_us", lambda: host(report, timer, peers, x))
     if rates:
         report.part("floors_us", lambda: {f"T={T}": floors(T, rates) for T in LENGTHS})
-        report.part("decode_us", lambda: decode(report, timer, rates["copy_bytes_per_s"]))
     report.finish(args.out)
 
 
