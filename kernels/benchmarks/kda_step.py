@@ -6,6 +6,7 @@ Needs berrylm_ref, berrylm_kernels and a Hopper GPU; flash-linear-attention for 
 step is checked against its torch twin first. What misses its limit is recorded as a failure and the exit status says so.
 """
 
+import math
 
 import torch
 from common import Report, Timer, arguments, ceilings, need_gpu
@@ -17,8 +18,6 @@ from berrylm_ref.ops.kda_step import kda_decode_step as twin
 LINEAR_LAYERS = 30
 MOST_DECODE_US = {1: None, 16: 25, 64: 75, 256: 285}
 MOST_HOST_US = 250  # of one eager prefill call at T = 298
-
-
 RUNS = {name: tier(name) for name in ("hopper", "plain")}
 
 
