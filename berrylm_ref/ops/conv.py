@@ -33,3 +33,14 @@ def causal_conv(x: Tensor, weight: Tensor, windows: Tensor, cu_seqlens: Tensor) 
     y = sum(rows[first + w].to(dtype) * weight[:, w].to(dtype) for w in range(W))
     ends = begins + cu_seqlens.diff()
     return silu(y).to(x.dtype), rows[ends[:, None] + taps].transpose(1, 2).to(windows.dtype)
+
+
+def causal_conv_step(x: Tensor, weight: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:
+    """``causal_conv`` for one token of each of N sequences, to the last bit, without the bookkeeping of lengths.
+
+    x [N, C]; weight [C, W]; windows [N, C, W - 1]. Returns y [N, C] and the new windows [N, C, W - 1]. Shapes are the caller's.
+    """
+    dtype, wide = compute_dtype(x), torch.promote_types(x.dtype, windows.dtype)
+    taps = torch.cat([windows.to(wide), x.to(wide).unsqueeze(-1)], -1)  # [N, C, W]
+    y = sum(taps[..., w].to(dtype) * weight[:, w].to(dtype) for w in range(weight.shape[-1]))
+    return silu(y).to(x.dtype), taps[..., 1:].to(windows.dtype)

@@ -51,6 +51,8 @@ def recurrent_kda(
     for t in range(max(lengths, default=0)):
         live = [n for n, length in enumerate(lengths) if length > t]  # sequences that still have a token
         row = [x.offsets[n] + t for n in live]
+        if len(live) == len(lengths) == len(x.v):  # one token for each sequence, in order: nothing to pick
+            live = row = slice(None)
         S = state[live] * x.g[row].exp().unsqueeze(-1)  # [n, HV, K, V]
         error = x.v[row] - torch.einsum("nhk,nhkv->nhv", x.k[row], S)
         S = S + x.k[row].unsqueeze(-1) * (x.beta[row].unsqueeze(-1) * error).unsqueeze(-2)

@@ -7,7 +7,7 @@ the recurrent state. The step is written with the ops that the rest of the suite
 import torch
 from torch import Tensor
 
-from .conv import causal_conv
+from .conv import causal_conv_step
 from .dtypes import compute_dtype
 from .kda import recurrent_kda
 from .norm import gated_rms_norm
@@ -63,8 +63,7 @@ def kda_decode_step(
         return out
     at = slots[live].long()
 
-    one_each = torch.arange(n + 1, device=qkv.device)  # cu_seqlens of n sequences of one token
-    mixed, windows = causal_conv(qkv[live], conv_weight, conv_pool[at], one_each)
+    mixed, windows = causal_conv_step(qkv[live], conv_weight, conv_pool[at])
     q, k, v = mixed.split([key_heads * K, key_heads * K, HV * V], -1)
     o, state = recurrent_kda(
         q.reshape(n, 1, key_heads, K), k.reshape(n, 1, key_heads, K), v.reshape(n, 1, HV, V),

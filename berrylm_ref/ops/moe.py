@@ -58,6 +58,21 @@ def moe(
         raise ValueError(f"moe: residual: expected shape {tuple(x.shape)}, got {tuple(residual.shape)}")
     weights, experts = route(linear(x, router), top_k, normalise)
     weights = weights.to(x.dtype)
+    if x.shape[0] == 1:  # a decode step of one sequence: the same sums in the same order, and nothing to sort into groups
+        out = torch.zeros_like(x)
+        for e, weight in sorted(zip(experts[0].tolist(), weights[0], strict=True), key=lambda pair: pair[0]):
+            out = out + linear(swiglu(linear(x, gate_up_proj[e])), down_proj[e]) * weight
+    else:
+        out = _grouped(x, weights, experts, gate_up_proj, down_proj)
+    gate, up = shared_gate_up
+    shared = linear(silu(linear(x, gate)) * linear(x, up), shared_down)
+    out = out + torch.sigmoid(linear(x, shared_gate)) * shared
+    return out if residual is None else residual + out
+
+
+def _grouped(x: Tensor, weights: Tensor, experts: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> Tensor:
+    """The routed experts' sum [P, D]: each expert once, on all of its tokens; weights and experts [P, top_k]."""
+    E, top_k = gate_up_proj.shape[0], experts.shape[1]
     order = experts.flatten().argsort(stable=True)  # (token, choice) pairs, expert by expert
     counts = experts.flatten().bincount(minlength=E).tolist()
     token, weight = order // top_k, weights.flatten()[order].unsqueeze(-1)
@@ -69,7 +84,4 @@ def moe(
         y = linear(swiglu(linear(x[rows], gate_up_proj[e])), down_proj[e])
         out.index_add_(0, rows, y * weight[begin : begin + count])
         begin += count
-    gate, up = shared_gate_up
-    shared = linear(silu(linear(x, gate)) * linear(x, up), shared_down)
-    out = out + torch.sigmoid(linear(x, shared_gate)) * shared
-    return out if residual is None else residual + out
+    return out

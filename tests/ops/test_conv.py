@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import assert_close
 
-from berrylm_ref.ops.conv import causal_conv
+from berrylm_ref.ops.conv import causal_conv, causal_conv_step
 
 
 def randn(*shape, dtype=torch.float64, seed=0):
@@ -76,6 +76,18 @@ def test_neighbours_do_not_leak():
     poisoned[:4] = 1e30
     z, newer = causal_conv(poisoned, weight, windows, offsets([4, 4]))
     assert torch.equal(z[4:], y[4:]) and torch.equal(newer[1], new[1])
+
+
+@pytest.mark.parametrize("held", [None, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_single_step_is_the_packed_form_bit_for_bit(dtype, held):
+    """Prefill and decode share a window: a step that rounds it otherwise is found many tokens later."""
+    N, C, W = 3, 7, 4
+    x, weight = randn(N, C, dtype=dtype), randn(C, W, dtype=dtype, seed=1)
+    windows = randn(N, C, W - 1, dtype=held or dtype, seed=2)
+    packed, step = causal_conv(x, weight, windows, offsets([1] * N)), causal_conv_step(x, weight, windows)
+    for one, other in zip(packed, step, strict=True):
+        assert one.dtype == other.dtype and torch.equal(one, other)
 
 
 def test_bfloat16_accumulates_and_activates_in_fp32():

@@ -5,7 +5,7 @@ import torch
 from helpers import assert_close, rel_l2
 from torch.nn.functional import silu
 
-from berrylm_ref.ops.moe import moe, route, swiglu
+from berrylm_ref.ops.moe import _grouped, moe, route, swiglu
 
 P, D, E, F, IS, K = 13, 12, 7, 10, 6, 3
 FP64 = 1e-14
@@ -112,6 +112,17 @@ def test_a_token_alone_gets_what_it_gets_in_a_batch():
     out = moe(x, *w, top_k=K, normalise=True)
     alone = torch.cat([moe(row[None], *w, top_k=K, normalise=True) for row in x])
     assert_close("alone", alone, out, FP64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_short_way_of_one_token_is_the_long_one_bit_for_bit(dtype):
+    """A decode step takes it, and a chunk of one token that another sequence shares a batch with does not."""
+    x, (router, gate_up, down, shared, shared_down, shared_gate) = randn(1, D).to(dtype), weights()
+    w = [y.to(dtype) for y in (router, gate_up, down)]
+    closed = [tuple(torch.zeros_like(y, dtype=dtype) for y in shared), torch.zeros_like(shared_down, dtype=dtype)]
+    short = moe(x, *w, *closed, shared_gate.to(dtype), top_k=K, normalise=True)
+    p, experts = route(x @ w[0].T, K, True)
+    assert torch.equal(short, _grouped(x, p.to(dtype), experts, *w[1:]))
 
 
 def test_idle_experts_are_not_read():
