@@ -34,6 +34,7 @@ def serve(
     dtype: Dtype = "float32",
     device: Device = "cpu",
     backend: BackendName = "auto",
+    tp: Annotated[int, typer.Option(help="processes that share every layer, a GPU each; if one dies, the server ends")] = 1,
 ) -> None:
     """Serve an OpenAI-compatible API until a signal: the first lets running calls finish, the second doesn't."""
     with clear_errors():
@@ -67,7 +68,10 @@ def serve(
             kda_intra=kda_intra,
             max_running_requests=max_running_requests,
             max_total_tokens=max_total_tokens,
+            tp=tp,
         )
+        if llm.ranks:
+            llm.ranks.exits = True
         at = f"[{host}]" if ":" in host else host
         name = served_model_name or served_name(model)
         app = create_app(llm, name, limits, api_key)
@@ -76,6 +80,7 @@ def serve(
             app, host=host, port=port, grace=shutdown_grace, header_seconds=header_timeout, idle_seconds=idle_timeout
         )
         server.run()
+        llm.close()
 
 
 def example(llm, name: str, url: str, key: bool) -> str:

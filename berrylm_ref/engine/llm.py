@@ -15,6 +15,7 @@ from ..tokenizer import Tokenizer
 from .engine import Engine
 from .memory import plan_sizes
 from .params import SamplingParams
+from .ranks import Ranks
 from .request import Output, Request, make_requests
 from .runner import Runner, ladder
 from .sequential import run_alone
@@ -35,6 +36,8 @@ class LLM:
     None is yes with the triton backend on a GPU, without them the same steps run one launch at a time. decode_buckets: the batch
     sizes of decode steps, rounded up to with padding (None: a ladder on a GPU, every size elsewhere; []: each batch built anew).
     sequential: run requests one after the other through the plain loop instead, the engine's twin.
+    tp: processes on this machine that share every layer, one GPU each, this one the first (see ``engine.ranks``); ``close`` ends
+    the others, and so does this one's end. What they raise, or RankDied, ends them all.
     """
 
     def __init__(
@@ -55,8 +58,9 @@ class LLM:
         overlap: bool | None = None,
         cuda_graphs: bool | None = None,
         decode_buckets: list[int] | None = None,
+        tp: int = 1,
     ):
-        for name, value in (("page_size", page_size), ("max_running_requests", max_running_requests)):
+        for name, value in (("page_size", page_size), ("max_running_requests", max_running_requests), ("tp", tp)):
             positive(name, value)
         for name, value in (("max_total_tokens", max_total_tokens), ("chunked_prefill_size", chunked_prefill_size)):
             positive(name, value, optional=True)
@@ -64,58 +68,74 @@ class LLM:
         for bucket in decode_buckets or []:
             positive("decode_buckets", bucket)
         ready = isinstance(folder, BerryLM)  # see from_model
-        self.model = folder if ready else BerryLM.from_pretrained(
-            folder, dtype=dtype, device=device, backend=backend, kda_intra=kda_intra
+        if tp > 1 and (ready or sequential):
+            raise ValueError(f"LLM: tp: expected 1 with {'a model in memory' if ready else 'sequential=True'}, got {tp}")
+        loading = {"dtype": dtype, "device": device, "backend": backend, "kda_intra": kda_intra}
+        self.ranks = Ranks(folder, tp, **loading) if tp > 1 else None
+        try:
+            if self.ranks:
+                self.model = self.ranks.load()
+            else:
+                self.model = folder if ready else BerryLM.from_pretrained(folder, **loading)
+            self.config = self.model.config
+            self.folder = None if ready else Path(folder)
+            self.tokenizer = None if ready else Tokenizer.from_folder(folder)
+            declared = self.config.eos_token_ids
+            self.end_ids = frozenset(declared) if ready else end_token_ids(folder, declared)
+            if self.tokenizer and self.tokenizer.size > self.config.vocab_size:
+                most, got = self.config.vocab_size, self.tokenizer.size - 1
+                raise ValueError(f"LLM: tokenizer.json: expected ids below vocab_size = {most}, got {got}")
+            self._known = self.tokenizer.size if self.tokenizer else None
+            self.engine = None if sequential else self._make_engine(
+                prefix_cache=prefix_cache, page_size=page_size, max_running_requests=max_running_requests,
+                max_total_tokens=max_total_tokens, chunked_prefill_size=chunked_prefill_size, snapshot_bytes=snapshot_bytes,
+                snapshot_dtype=None if snapshot_dtype is None else as_dtype(snapshot_dtype), overlap=overlap,
+                cuda_graphs=cuda_graphs, decode_buckets=decode_buckets,
+            )  # fmt: skip
+        except BaseException:
+            self.close()
+            raise
+
+    def _make_engine(
+        self, *, prefix_cache, page_size, max_running_requests, max_total_tokens, chunked_prefill_size, snapshot_bytes,
+        snapshot_dtype, overlap, cuda_graphs, decode_buckets,
+    ) -> Engine:  # fmt: skip
+        """Fill what is left open in the options of the engine, and build it."""
+        model, ops, ranks = self.model, self.model.backend, self.ranks
+        on_gpu = model.device.type == "cuda"
+        can_capture = on_gpu and ops.name == "triton"  # the plain ops read lengths on the host
+        if cuda_graphs and not can_capture:
+            raise ValueError(f"LLM: cuda_graphs: expected backend 'triton' on a CUDA device, got {ops.name!r} on {model.device}")
+        graphs = can_capture if cuda_graphs is None else cuda_graphs
+        strategy = resolve_strategy(prefix_cache, boundary_states=ops.boundary_states, grid=ops.state_grid, page_size=page_size)
+        sizes = plan_sizes(
+            model.local,
+            dtype=model.dtype,
+            device=model.device,
+            page_size=page_size,
+            max_running_requests=max_running_requests,
+            max_total_tokens=max_total_tokens,
+            snapshot_bytes=snapshot_bytes,
+            snapshot_dtype=snapshot_dtype,
+            keep_snapshots=strategy != "off",
         )
-        self.config = self.model.config
-        self.folder = None if ready else Path(folder)
-        self.tokenizer = None if ready else Tokenizer.from_folder(folder)
-        declared = self.config.eos_token_ids
-        self.end_ids = frozenset(declared) if ready else end_token_ids(folder, declared)
-        if self.tokenizer and self.tokenizer.size > self.config.vocab_size:
-            raise ValueError(
-                f"LLM: tokenizer.json: expected ids below vocab_size = {self.config.vocab_size}, got {self.tokenizer.size - 1}"
-            )
-        self._known = self.tokenizer.size if self.tokenizer else None
-        self.engine: Engine | None = None
-        if not sequential:
-            ops = self.model.backend
-            strategy = resolve_strategy(
-                prefix_cache, boundary_states=ops.boundary_states, grid=ops.state_grid, page_size=page_size
-            )
-            sizes = plan_sizes(
-                self.config,
-                dtype=self.model.dtype,
-                device=self.model.device,
-                page_size=page_size,
-                max_running_requests=max_running_requests,
-                max_total_tokens=max_total_tokens,
-                snapshot_bytes=snapshot_bytes,
-                snapshot_dtype=None if snapshot_dtype is None else as_dtype(snapshot_dtype),
-                keep_snapshots=strategy != "off",
-            )
-            pool = Pool(self.config, sizes, dtype=self.model.dtype, device=self.model.device)
-            budget = chunked_prefill_size or (8192 if self.model.device.type == "cuda" else 2048)
-            cache = PrefixCache(pool, strategy, ops.state_grid)
-            on_gpu = self.model.device.type == "cuda"
-            can_capture = on_gpu and ops.name == "triton"  # the plain ops read lengths on the host
-            if cuda_graphs and not can_capture:
-                raise ValueError(
-                    f"LLM: cuda_graphs: expected backend 'triton' on a CUDA device, got {ops.name!r} on {self.model.device}"
-                )
-            if decode_buckets is None:
-                every = range(1, max_running_requests + 1)
-                decode_buckets = ladder(max_running_requests) if on_gpu else list(every)
-            graphs = can_capture if cuda_graphs is None else cuda_graphs
-            self.engine = Engine(
-                self.model,
-                cache,
-                max_running=max_running_requests,
-                token_budget=budget,
-                known=self._known,
-                overlap=on_gpu if overlap is None else overlap,
-                runner=Runner(self.model, pool.caches, decode_buckets, graphs),
-            )
+        pool = (ranks.pool if ranks else Pool)(model.local, sizes, dtype=model.dtype, device=model.device)
+        if decode_buckets is None:
+            decode_buckets = ladder(max_running_requests) if on_gpu else list(range(1, max_running_requests + 1))
+        return Engine(
+            model,
+            PrefixCache(pool, strategy, ops.state_grid),
+            max_running=max_running_requests,
+            token_budget=chunked_prefill_size or (8192 if on_gpu else 2048),
+            known=self._known,
+            overlap=on_gpu if overlap is None else overlap,
+            runner=(ranks.runner if ranks else Runner)(model, pool.caches, decode_buckets, graphs),
+        )
+
+    def close(self) -> None:
+        """End the other processes of tensor parallel, if there are any; nothing runs afterwards."""
+        if self.ranks:
+            self.ranks.close()
 
     @classmethod
     def from_model(cls, model: BerryLM, **options) -> "LLM":
