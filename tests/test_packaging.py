@@ -1,6 +1,7 @@
 """What a user installs, and what happens on import on a machine that lacks half of it (PKG-1)."""
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -154,6 +155,15 @@ def test_wheel_holds_every_file_of_the_packages(wheel):
         files = [p for p in folder.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
         expected |= {p.relative_to(folder.parent).as_posix() for p in files}
     assert names == expected
+
+
+def test_wheel_holds_the_checkpoint_that_commands_default_to(wheel):
+    """Weights that stay behind leave every command of an installed package without a model."""
+    archive, folder = zipfile.ZipFile(wheel), "berrylm_ref/checkpoints/nano/"
+    names = {name.removeprefix(folder) for name in archive.namelist() if name.startswith(folder)}
+    assert names >= {"config.json", "tokenizer.json", "chat_template.jinja", "generation_config.json", "training_log.json"}
+    shards = set(json.loads(archive.read(folder + "model.safetensors.index.json"))["weight_map"].values())
+    assert shards and shards <= names
 
 
 def test_wheel_lives_next_to_another_tests_package(wheel, tmp_path):
