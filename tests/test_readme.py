@@ -1,8 +1,13 @@
 """The README says what is there: its numbers come from the results, its commands and its tree exist."""
 
 import importlib.util
+import json
 import re
 from pathlib import Path
+
+from berrylm_ref.shipped import shipped_checkpoint
+from berrylm_ref.training.evaluate import weights_hash
+from berrylm_ref.training.tasks import TASKS
 
 REPO = Path(__file__).parents[1]
 README = (REPO / "README.md").read_text()
@@ -14,6 +19,15 @@ def test_the_numbers_are_those_of_the_results():
     readme = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(readme)
     assert readme.rewritten(README) == README
+
+
+def test_the_evaluation_is_of_the_weights_that_ship():
+    """New weights, old figures: run the command that the README names, then kernels/benchmarks/readme.py."""
+    found = json.loads((REPO / "kernels" / "benchmarks" / "results" / "cpu" / "nano_eval.json").read_text())
+    hashes = [part["settings"]["weights_sha256"] for part in (found, found["compared"])]
+    assert hashes == [weights_hash(shipped_checkpoint())] * 2
+    assert {task.name for task in TASKS} == set(found["tasks"]) and found["settings"]["how"] == "launched"
+    assert all(row["answered"] == row["asked"] for row in found["tasks"].values())
 
 
 def test_every_make_target_named_exists():

@@ -1,18 +1,18 @@
-"""The README's table of numbers, generated from the JSON results, so that no figure in it is typed by hand.
+"""The README's tables of numbers, generated from the JSON results, so that no figure in them is typed by hand.
 
-python kernels/benchmarks/readme.py            # rewrites the part of README.md between its two marks
+python kernels/benchmarks/readme.py            # rewrites the parts of README.md between their marks
 """
 
 import json
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
-RESULTS = Path(__file__).parent / "results" / "h200"
-BEGIN, END = "<!-- numbers: begin -->", "<!-- numbers: end -->"
+RESULTS = Path(__file__).parent / "results"
+CHECKPOINT = REPO / "berrylm_ref" / "checkpoints" / "nano"
 
 
-def load(name: str) -> dict:
-    return json.loads((RESULTS / f"{name}.json").read_text())
+def load(name: str, machine: str = "h200") -> dict:
+    return json.loads((RESULTS / machine / f"{name}.json").read_text())
 
 
 def table(head: tuple[str, ...], rows: list[tuple]) -> str:
@@ -96,11 +96,48 @@ copy {copy:.2f} TB/s, 8192-cubed bf16 product {product:.0f} TFLOP/s). The script
 """
 
 
+def nano() -> str:
+    d, log = load("nano_eval", "cpu"), json.loads((CHECKPOINT / "training_log.json").read_text())
+    m, how, other = d["machine"], d["settings"], d["compared"]
+    intra, speed, gpu = other["settings"]["kda_intra"], d["speed"], log["machine"]["gpu"]
+    rows = [(name, *shares(row)) for name, row in d["tasks"].items()]
+    rows += [(f"{name}, {intra} scores", *shares(row)) for name, row in other["tasks"].items()]
+    versions = ", ".join(f"{name} {m['versions'][name]}" for name in ("python", "torch"))
+    fewer = "" if how["problems"] == 200 else f" --problems {how['problems']}"
+    return f"""{log["recipe"]["parameters"] / 1e6:.1f} M parameters, trained in {log["seconds"] / 60:.1f} minutes on one {gpu}
+({log["tokens"] / 1e6:.0f} M tokens; `training_log.json` beside the weights has recipe, seed, versions and the loss curve).
+Asked greedily over HTTP through the chat API and its parsers, {how["dtype"]} torch, with
+
+```
+berrylm eval{fewer} --compare {intra} --out kernels/benchmarks/results/cpu/nano_eval.json
+```
+
+on {m["cpu"]}, {m["threads"]} of {m["cores"]} cores, {versions}, {m["date"]}. Operands and arguments are held out from
+the training; "new wording" also asks in sentences that it never saw. An answer of {how["max_new_tokens"]} tokens was cut
+off there and is wrong.
+
+{table(("task", "asked", "right", "at the cap", "tokens", "by number of steps"), rows)}
+
+{speed["single_stream_tokens_per_s"]:.0f} tokens/s in one stream, {speed["batched_tokens_per_s"]:.0f} with {how["batch"]}
+questions at a time, {speed["seconds"] / 60:.1f} minutes for all.
+"""
+
+
+def shares(row: dict) -> tuple:
+    by = ", ".join(f"{n}: {part['accuracy']:.0%}" for n, part in row.get("by_steps", {}).items())
+    return row["asked"], f"{row['accuracy']:.1%}", f"{row['at_cap']:.1%}", f"{row['tokens']:.0f}", by
+
+
+SECTIONS = {"numbers": numbers, "nano": nano}
+
+
 def rewritten(readme: str) -> str:
-    """README text with the numbers between its marks."""
-    before, rest = readme.split(BEGIN)
-    after = rest.split(END)[1]
-    return f"{before}{BEGIN}\n{numbers()}{END}{after}"
+    """README text with the sections between their marks."""
+    for name, made in SECTIONS.items():
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        before, rest = readme.split(begin)
+        readme = f"{before}{begin}\n{made()}{end}{rest.split(end)[1]}"
+    return readme
 
 
 if __name__ == "__main__":
