@@ -36,10 +36,12 @@ def kda() -> str:
         (name, us(t["hopper"]), us(t["plain"]), us(t["fla"]), f"{t['hopper_over_fla']:.2f}", f"{t['plain_over_fla']:.2f}")
         for name, t in d["times_us"].items()
     ]
+    step = load("kda_step")
     steps = [
-        (name, us(t["ours_us"]), us(t["fla_recurrence_only_us"]), us(t["state_traffic_us"])) for name, t in d["decode_us"].items()
+        (name, *(us(t[what]) for what in ("ours_us", "fla_recurrence_only_us", "state_copy_us", "state_traffic_us")))
+        for name, t in step["decode_us"].items()
     ]
-    host = d["eager_host_us"]
+    host = step["eager_host_us"]
     return f"""**KDA prefill**, H = 16, HV = 32, K = V = 128, bf16, one sequence. rel-L2 of the output against fp64 at T = 298, by
 log2 decay of 64 tokens ("Hopper": the Gluon kernels; "plain": the portable Triton kernels; fp32: the plain kernels in fp32):
 
@@ -49,11 +51,52 @@ Microseconds, graph replay, L2 flushed:
 
 {table(("", "Hopper", "plain", peer, "Hopper / fla", "plain / fla"), times)}
 
-Host time of an eager call at T = 298: {us(host["hopper"])} (Hopper), {us(host["plain"])} (plain), {us(host["fla"])} (fla) us.
+Host time of an eager call at T = 298: {us(host["hopper"])} (Hopper), {us(host["plain"])} (plain) us.
 
-**KDA decode step**, convolution, gate and norms included; fla's is the recurrence alone; the floor is the traffic of the states:
+**KDA decode step**, microseconds a layer in a graph of 30 layers with a pool each; convolution, gate and norms included, while
+fla's is the recurrence alone. Beside it torch's in-place update of the same states, and their traffic at copy bandwidth:
 
-{table(("", "ours", "fla", "floor"), steps)}"""
+{table(("", "ours", "fla", "states updated in place", "traffic"), steps)}"""
+
+
+def moe() -> str:
+    d = load("moe")
+    rows = [
+        (t["tokens"], us(t["kernels_us"]), f"{t['bytes']:.0%}", f"{t['flops']:.0%}", us(t["grouped_us"]), us(t["loop_us"]))
+        for t in d["times"]
+        if t["tokens"] in (1, 4, 16, 64, 256, 1024, 4096, 16384)
+    ]
+    return f"""**Mixture of experts**, the whole layer (router, 8 of 128 experts, shared expert), bf16, microseconds a layer in a
+graph of eight; bytes: weights of the experts hit over copy bandwidth; operations: over the rate of the 8192-cubed product:
+
+{table(("tokens", "us", "bytes", "operations", "torch grouped_mm", "loop"), rows)}"""
+
+
+def model() -> str:
+    d = load("model")
+    rows = []
+    for name, w in d["workloads"].items():
+        a = w["against_published"]
+        if a:
+            unit, decimals = ("ms a token", 2) if a["figure"] == "tpot_ms" else ("tokens/s", 0)
+            ours, theirs, limit = (
+                f"{x:.{decimals}f}"
+                for x in (a["ours"], a["published"], w["limit"]["step_ms" if decimals else "tokens_per_s"])
+            )
+            rows.append((name, unit, theirs, ours, f"{a['times_better']:.2f}", limit))
+    steps = ", ".join(
+        f"{p['wall_ms']:.2f} at {p['batch']} (floor {p['floor_ms']:.2f})" for p in d["profile"].values() if "batch" in p
+    )
+    p = d["prefill"]
+    count = d["weights"]["parameters"] / 1e9
+    return f"""**The whole model**, {count:.1f} B random weights in bf16 on one card, through the engine, by `berrylm bench model
+--random-weights`: prompt/output tokens @ requests at once. Published: SGLang on the same card. The limit is the roofline of
+`berrylm_ref/bench/roofline.py` at the bandwidth measured in the same run.
+
+{table(("", "unit", "published", "ours", "times better", "limit"), rows)}
+
+A decode step takes {steps} ms. A prompt of {p["tokens"]} tokens is read in {p["median_seconds"] * 1e3:.0f} ms,
+{p["share_of_matmul_rate"]:.0%} of the rate of the 8192-cubed product."""
 
 
 def others() -> str:
@@ -90,7 +133,11 @@ def numbers() -> str:
 copy {copy:.2f} TB/s, 8192-cubed bf16 product {product:.0f} TFLOP/s). The scripts are `kernels/benchmarks/*.py`, their results
 `kernels/benchmarks/results/h200/*.json`; this section is written by `kernels/benchmarks/readme.py`.
 
+{model()}
+
 {kda()}
+
+{moe()}
 
 {others()}
 """
