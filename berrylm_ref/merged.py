@@ -35,7 +35,8 @@ class Merged(nn.Module):
             if len({(p.dtype, p.device) for p in parts}) > 1:
                 got = ", ".join(f"{name} {p.dtype} on {p.device}" for name, p in zip(self.merged, parts, strict=True))
                 raise ValueError(f"{type(self).__name__}: {kind}s: expected one dtype and device for all, got {got}")
-            with torch.inference_mode(False), torch.no_grad():  # may be needed for training later
+            # outside inference mode: may be needed for training later. A model that was made inside it stays there.
+            with torch.inference_mode(parts[0].is_inference()), torch.no_grad():
                 whole = torch.cat([p.data for p in parts])
                 for p, part in zip(parts, whole.split(rows), strict=True):
                     p.data = part

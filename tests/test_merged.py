@@ -150,3 +150,12 @@ def test_parts_that_cannot_be_one_are_refused():
     model.model.layers[0].linear_attn.in_proj_b.double()
     with pytest.raises(ValueError, match="KimiDeltaAttention: weights: expected one dtype and device .*in_proj_b torch.float64"):
         model(IDS)
+
+
+def test_a_model_made_inside_inference_mode_runs_inside_and_outside():
+    """Its parameters are inference tensors, which take no memory of an ordinary one: casting it was an error of torch."""
+    with torch.inference_mode():
+        model = model_of()
+        want = model.double()(IDS)
+    with torch.no_grad():
+        assert torch.equal(model(IDS), want) and all(in_one_piece(module) for module in holders(model))
