@@ -170,12 +170,28 @@ questions at a time, {speed["seconds"] / 60:.1f} minutes for all.
 """
 
 
+def parity() -> str:
+    rows = []
+    for name in ("fp32", "bf16"):
+        line = next(x for x in load(f"parity_{name}", "cpu")["lines"] if x["kind"] == "all")
+        greedy = f"{line['greedy']:.1%} ({line['floor_greedy']:.1%})"
+        same = f"{line['same_ids']} of {line['prompts'] // 3}"  # every prompt goes cold, again and on
+        rows.append((name, f"{line['mean']:.1e}", f"{line['floor_mean']:.1e}", f"{line['ratio']:.1e}", greedy, same))
+    about = load("parity_fp32", "cpu")["about"]
+    where = f"torch {about['torch']}, {about['date'][:10]}"
+    return f"""Our own server with the shipped checkpoint on a CPU ({where}), by `berrylm parity --launch --quick --documents 1
+--short 6 --dtype float32`, and `bfloat16`:
+
+{table(("server", "mean abs. delta logprob", "floor", "x floor", "greedy = argmax (floor)", "cached passes, same ids"), rows)}
+"""
+
+
 def shares(row: dict) -> tuple:
     by = ", ".join(f"{n}: {part['accuracy']:.0%}" for n, part in row.get("by_steps", {}).items())
     return row["asked"], f"{row['accuracy']:.1%}", f"{row['at_cap']:.1%}", f"{row['tokens']:.0f}", by
 
 
-SECTIONS = {"numbers": numbers, "nano": nano}
+SECTIONS = {"numbers": numbers, "nano": nano, "parity": parity}
 
 
 def rewritten(readme: str) -> str:
