@@ -7,7 +7,6 @@ ends the run with status 1.
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ console = Console(highlight=False, soft_wrap=True)
 
 def main(folder: Path, golden: Path) -> None:
     exact(golden)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # products this small lose more by waiting for a second thread
     try:
         with launched(folder) as url:
             http = Http(url)
