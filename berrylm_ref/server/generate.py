@@ -14,13 +14,14 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
-from pydantic import BaseModel, ConfigDict, StrictBool, StrictInt, StrictStr
+from pydantic import StrictBool, StrictInt, StrictStr
 
 from ..engine.engine import Event
 from ..engine.llm import LLM
 from ..engine.params import SamplingParams
 from ..engine.request import Request
 from ..engine.sampler import TokenLogprob
+from .body import Body, Many
 from .calls import prepared
 from .delivery import deliver
 from .gate import Gate
@@ -29,18 +30,16 @@ from .protocol import ApiError, Number
 router = APIRouter()
 
 
-class GenerateSampling(BaseModel):
+class GenerateSampling(Body):
     """``sampling_params``: SGLang's names; top_k -1 (or 0) keeps all tokens, ``sampling_seed`` is ``seed``."""
-
-    model_config = ConfigDict(extra="forbid")
 
     temperature: Number = None
     top_k: StrictInt | None = None
     top_p: Number = None
     min_p: Number = None
     max_new_tokens: StrictInt | None = None
-    stop: StrictStr | list[StrictStr] | None = None
-    stop_token_ids: list[StrictInt] | None = None
+    stop: StrictStr | Many[StrictStr] | None = None
+    stop_token_ids: Many[StrictInt] | None = None
     ignore_eos: StrictBool | None = None
     n: StrictInt | None = None
     seed: StrictInt | None = None
@@ -50,13 +49,11 @@ class GenerateSampling(BaseModel):
     repetition_penalty: Number = None
 
 
-class GenerateRequest(BaseModel):
+class GenerateRequest(Body):
     """Either ``text`` or ``input_ids``, one prompt or a list of them. null means unset."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    text: StrictStr | list[StrictStr] | None = None
-    input_ids: list[StrictInt] | list[list[StrictInt]] | None = None
+    text: StrictStr | Many[StrictStr] | None = None
+    input_ids: Many[StrictInt] | Many[Many[StrictInt]] | None = None
     sampling_params: GenerateSampling | None = None
     return_logprob: StrictBool | None = None
     logprob_start_len: StrictInt | None = None

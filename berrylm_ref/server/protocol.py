@@ -7,13 +7,14 @@ import time
 import uuid
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, StrictBool, StrictFloat, StrictInt, StrictStr
+from pydantic import StrictBool, StrictFloat, StrictInt, StrictStr
 
 from ..engine.engine import Event
 from ..engine.params import SamplingParams
 from ..engine.request import Request
 from ..engine.sampler import TokenLogprob
 from ..tokenizer import Tokenizer
+from .body import Body, Many
 
 SAMPLING_FIELDS = (
     "temperature", "top_k", "top_p", "min_p", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "seed", "n",
@@ -22,32 +23,28 @@ SAMPLING_FIELDS = (
 Number = StrictFloat | StrictInt | None  # float first: what fits neither is called no valid number
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Body):
     """``include_usage``: one more chunk at the end, without choices, with the totals."""
-
-    model_config = ConfigDict(extra="forbid")
 
     include_usage: StrictBool | None = None
 
 
-class CompletionRequest(BaseModel):
+class CompletionRequest(Body):
     """POST /v1/completions. ``prompt``: text, token ids, or a list of either.
 
     ``echo`` puts the prompt before the answer, and with ``logprobs`` scores it; then ``max_tokens`` may be 0.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
     model: StrictStr | None = None
-    prompt: StrictStr | list[StrictStr] | list[StrictInt] | list[list[StrictInt]]
+    prompt: StrictStr | Many[StrictStr] | Many[StrictInt] | Many[Many[StrictInt]]
     max_tokens: StrictInt | None = None
     temperature: Number = None
     top_p: Number = None
     top_k: StrictInt | None = None
     min_p: Number = None
     n: StrictInt | None = None
-    stop: StrictStr | list[StrictStr] | None = None
-    stop_token_ids: list[StrictInt] | None = None
+    stop: StrictStr | Many[StrictStr] | None = None
+    stop_token_ids: Many[StrictInt] | None = None
     ignore_eos: StrictBool | None = None
     seed: StrictInt | None = None
     logprobs: StrictInt | None = None
@@ -75,7 +72,10 @@ class CompletionRequest(BaseModel):
 
 
 class ApiError(Exception):
-    """An error that the client sees: {"error": {message, type, param, code}}, with this status and these headers."""
+    """An error that the client sees: {"error": {message, type, param, code}}, with this status and these headers.
+
+    Half a surrogate pair, which the name of a client's field can hold, is written as its escape: UTF-8 has no form for it.
+    """
 
     def __init__(
         self,
@@ -85,6 +85,7 @@ class ApiError(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ):
+        message, param = (text and text.encode("utf-8", "backslashreplace").decode() for text in (message, param))
         super().__init__(message)
         self.status, self.headers = status, headers or {}
         kind = "invalid_request_error" if status < 500 else "server_error"

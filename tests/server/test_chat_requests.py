@@ -111,10 +111,15 @@ def test_what_is_null_or_has_no_effect_is_taken(client):
         b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
         b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": {"name": "f", '
         b'"parameters": {"properties": {"\\ud800": {}}}}}], "tool_choice": "required"}',
+        b'{"messages": [{"role": "user", "content": "x", "\\ud800": 1}]}',
+        b'{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"\\udfff": 1}}',
+        b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": {"name": "f", '
+        b'"parameters": {"properties": {"\\ud800": 1}}}}]}',
         b'{"messages": [{"role": "user", "content": "x"}], "temperature": ' + b"1" * 400 + b"}",
     ],
 )  # fmt: skip
 def test_a_broken_body_is_a_400_and_harms_nobody(client, content):
+    """API-1. An error that named a key with half a surrogate pair in it could not be sent: it was a 500."""
     response = client.post("/v1/chat/completions", content=content, headers={"content-type": "application/json"})
     assert error_of(response, 400)["type"] == "invalid_request_error"
     assert chat(client).status_code == 200
