@@ -17,7 +17,7 @@ from ..engine.request import Request
 from ..engine.sampler import TokenLogprob
 from ..tokenizer import Tokenizer
 from .calls import prepared
-from .chat_protocol import ChatRequest
+from .chat_protocol import ChatRequest, template_messages
 from .delivery import deliver
 from .gate import Gate
 from .protocol import ApiError, check_model, check_stream, token_name
@@ -47,7 +47,7 @@ def chat_routes(llm: LLM, model_name: str) -> APIRouter:
         body.check()
         choice, function = body.choice()
         parallel, thinking = body.parallel_tool_calls is not False, body.enable_thinking()
-        prompt = template.encode(body.template_messages(), body.tools, tokenizer=llm.tokenizer, enable_thinking=thinking)
+        prompt = template.encode(template_messages(body.messages), body.tools, tokenizer=llm.tokenizer, enable_thinking=thinking)
         params = body.sampling_params(defaults, llm.room(len(prompt)))
         gate.check_choices(params.n)  # before anything is made of them
         requests = llm.requests(prompt, params)

@@ -22,9 +22,10 @@ Any other field is refused by name; null means unset.
 import re
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, StrictBool, StrictInt, StrictStr
+from pydantic import StrictBool, StrictInt, StrictStr
 
 from ..engine.params import SamplingParams
+from .body import Body, Many
 from .protocol import SAMPLING_FIELDS, ApiError, Number, StreamOptions
 
 MAX_DEPTH = 100  # of nested JSON in messages and tools; Python's own limit depends on the caller's stack
@@ -38,14 +39,12 @@ MESSAGE_FIELDS = {
 }
 
 
-class ChatRequest(BaseModel):
+class ChatRequest(Body):
     """POST /v1/chat/completions; the module's table has what is not OpenAI's."""
 
-    model_config = ConfigDict(extra="forbid")
-
     model: StrictStr | None = None
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
+    messages: Many[dict[str, Any]]
+    tools: Many[dict[str, Any]] | None = None
     tool_choice: StrictStr | dict[str, Any] | None = None
     parallel_tool_calls: StrictBool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -56,7 +55,7 @@ class ChatRequest(BaseModel):
     top_k: StrictInt | None = None
     min_p: Number = None
     n: StrictInt | None = None
-    stop: StrictStr | list[StrictStr] | None = None
+    stop: StrictStr | Many[StrictStr] | None = None
     ignore_eos: StrictBool | None = None
     seed: StrictInt | None = None
     logprobs: StrictBool | None = None
@@ -71,9 +70,10 @@ class ChatRequest(BaseModel):
 
     def check(self) -> None:
         """Refuse what pydantic can't see."""
-        for name in ("messages", "tools", "tool_choice", "chat_template_kwargs", "response_format"):
-            if nested_deeper(getattr(self, name), MAX_DEPTH):
-                raise ApiError(400, f"{name}: expected at most {MAX_DEPTH} levels of nesting, got more", name)
+        check_messages(self.messages)
+        check_tools(self.tools)
+        for name in ("tool_choice", "chat_template_kwargs", "response_format"):
+            check_depth(name, getattr(self, name))
         if self.response_format is not None and self.response_format != {"type": "text"}:
             refuse("response_format", '{"type": "text"}', self.response_format)
         if self.top_logprobs is not None and not self.logprobs:
@@ -81,29 +81,6 @@ class ChatRequest(BaseModel):
         one, other = self.max_tokens, self.max_completion_tokens
         if one is not None and other is not None and one != other:
             refuse("max_tokens", f"max_completion_tokens, {other}, or nothing", one)
-        for i, message in enumerate(self.messages):
-            role = message.get("role")
-            if not isinstance(role, str) or role not in MESSAGE_FIELDS:
-                refuse(f"messages[{i}].role", "one of " + ", ".join(MESSAGE_FIELDS), role)
-            known_fields(f"messages[{i}]", message, {"role"} | MESSAGE_FIELDS[role])
-            parts = message.get("content")
-            for k, part in enumerate(parts if isinstance(parts, list) else []):
-                known_fields(f"messages[{i}].content[{k}]", part, {"type", "text"})
-            calls = message.get("tool_calls")
-            for k, call in enumerate(calls if isinstance(calls, list) else []):
-                known_fields(f"messages[{i}].tool_calls[{k}]", call, {"id", "type", "function"})
-                function = call.get("function") if isinstance(call, dict) else None
-                known_fields(f"messages[{i}].tool_calls[{k}].function", function, {"name", "arguments"})
-        for i, tool in enumerate(self.tools or []):
-            known_fields(f"tools[{i}]", tool, {"type", "function"})
-            function = tool.get("function")
-            known_fields(f"tools[{i}].function", function, {"name", "description", "parameters", "strict"})
-            if isinstance(function, dict):
-                check_function(f"tools[{i}].function", function)
-
-    def template_messages(self) -> list[dict[str, Any]]:
-        """The messages as the template knows them."""
-        return [{**m, "role": "system"} if m["role"] == "developer" else m for m in self.messages]
 
     def enable_thinking(self) -> bool:
         """chat_template_kwargs, of which this is all."""
@@ -138,6 +115,39 @@ class ChatRequest(BaseModel):
         return {"prompts": "messages", "logprobs": "top_logprobs", **limit}
 
 
+def check_messages(messages: list[dict[str, Any]]) -> None:
+    """Refuse roles and fields that there aren't; what the rest must be is the template's to say."""
+    check_depth("messages", messages)
+    for i, message in enumerate(messages):
+        role = message.get("role")
+        if not isinstance(role, str) or role not in MESSAGE_FIELDS:
+            refuse(f"messages[{i}].role", "one of " + ", ".join(MESSAGE_FIELDS), role)
+        known_fields(f"messages[{i}]", message, {"role"} | MESSAGE_FIELDS[role])
+        parts = message.get("content")
+        for k, part in enumerate(parts if isinstance(parts, list) else []):
+            known_fields(f"messages[{i}].content[{k}]", part, {"type", "text"})
+        calls = message.get("tool_calls")
+        for k, call in enumerate(calls if isinstance(calls, list) else []):
+            known_fields(f"messages[{i}].tool_calls[{k}]", call, {"id", "type", "function"})
+            function = call.get("function") if isinstance(call, dict) else None
+            known_fields(f"messages[{i}].tool_calls[{k}].function", function, {"name", "arguments"})
+
+
+def check_tools(tools: list[dict[str, Any]] | None) -> None:
+    check_depth("tools", tools)
+    for i, tool in enumerate(tools or []):
+        known_fields(f"tools[{i}]", tool, {"type", "function"})
+        function = tool.get("function")
+        known_fields(f"tools[{i}].function", function, {"name", "description", "parameters", "strict"})
+        if isinstance(function, dict):
+            check_function(f"tools[{i}].function", function)
+
+
+def template_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Checked messages as the template knows them."""
+    return [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
+
+
 def check_function(where: str, function: dict[str, Any]) -> None:
     name, strict, description = function.get("name"), function.get("strict"), function.get("description")
     if not isinstance(name, str) or not FUNCTION_NAME.fullmatch(name):
@@ -155,11 +165,12 @@ def known_fields(where: str, given: Any, known: set[str]) -> None:
             raise ApiError(400, f"{where}.{name}: this field is not supported", f"{where}.{name}", "unsupported_field")
 
 
-def nested_deeper(value: Any, limit: int) -> bool:
+def check_depth(name: str, value: Any) -> None:
     level = [value]
-    for _ in range(limit + 1):
+    for _ in range(MAX_DEPTH + 1):
         level = [x for v in level if isinstance(v, dict | list) for x in (v.values() if isinstance(v, dict) else v)]
-    return bool(level)
+    if level:
+        raise ApiError(400, f"{name}: expected at most {MAX_DEPTH} levels of nesting, got more", name)
 
 
 def refuse(field: str, expected: str, got: Any) -> None:

@@ -4,34 +4,32 @@ import asyncio
 from typing import Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, StrictBool, StrictInt, StrictStr
+from pydantic import StrictBool, StrictInt, StrictStr
 
 from ..chat.template import ChatTemplate
 from ..engine.llm import LLM
+from .body import Body, Many
 from .calls import refusal
+from .chat_protocol import check_messages, check_tools, template_messages
 from .protocol import ApiError, check_model
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(Body):
     """Either ``prompt`` or ``messages``, which the chat template writes as the chat route would."""
-
-    model_config = ConfigDict(extra="forbid")
 
     model: StrictStr | None = None
     prompt: StrictStr | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Many[dict[str, Any]] | None = None
+    tools: Many[dict[str, Any]] | None = None
     add_special_tokens: StrictBool | None = None
     add_generation_prompt: StrictBool | None = None
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(Body):
     """Ids of the tokenizer."""
 
-    model_config = ConfigDict(extra="forbid")
-
     model: StrictStr | None = None
-    tokens: list[StrictInt]
+    tokens: Many[StrictInt]
 
 
 def token_routes(llm: LLM, model_name: str) -> APIRouter:
@@ -68,8 +66,10 @@ def token_routes(llm: LLM, model_name: str) -> APIRouter:
             raise ValueError("tokenize: messages: expected a model with a chat template, its folder has none")
         if body.add_special_tokens:
             raise ValueError("tokenize: add_special_tokens: expected false with messages: the template writes them, got true")
-        begins = body.add_generation_prompt is not False
-        return template.encode(body.messages, body.tools, tokenizer=llm.tokenizer, add_generation_prompt=begins)
+        check_messages(body.messages)
+        check_tools(body.tools)
+        begins, messages = body.add_generation_prompt is not False, template_messages(body.messages)
+        return template.encode(messages, body.tools, tokenizer=llm.tokenizer, add_generation_prompt=begins)
 
     @routes.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from chat_models import chat_llm
 from models import checkpoint, small_llm
 from served import error_of, serving
 
@@ -56,6 +57,16 @@ def test_messages_become_what_the_template_writes(client, llm):
     assert client.post("/tokenize", json=body).json()["tokens"] == want[:-1]
 
 
+def test_messages_are_those_of_the_chat_route():
+    """A developer is a system here too: the route refused what the chat route takes."""
+    roles = [[{"role": role, "content": "Be brief."}, {"role": "user", "content": "hi"}] for role in ("system", "developer")]
+    with serving(chat_llm()) as client:
+        system, developer = (client.post("/tokenize", json={"messages": messages}).json() for messages in roles)
+        assert developer["tokens"] == system["tokens"]
+        answer = client.post("/v1/chat/completions", json={"messages": roles[1], "max_tokens": 1}).json()
+        assert answer["usage"]["prompt_tokens"] == developer["count"]
+
+
 @pytest.mark.parametrize(
     "path,body,param",
     [
@@ -65,6 +76,9 @@ def test_messages_become_what_the_template_writes(client, llm):
         ("tokenize", {"messages": "a"}, "messages"), ("tokenize", {"prompt": "a", "tools": []}, "tools"),
         ("tokenize", {"messages": [{"role": "user", "content": "a"}], "add_special_tokens": True}, "add_special_tokens"),
         ("tokenize", {"prompt": "a", "return_token_strs": True}, "return_token_strs"),
+        ("tokenize", {"messages": [{"role": "user", "content": "a", "name": "me"}]}, "messages[0].name"),
+        ("tokenize", {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "cache": 1}]},
+         "tools[0].cache"),
         ("detokenize", {}, "tokens"), ("detokenize", {"tokens": [299]}, "tokens"), ("detokenize", {"tokens": [-1]}, "tokens"),
         ("detokenize", {"tokens": ["a"]}, "tokens"), ("detokenize", {"tokens": [10**30]}, "tokens"),
     ],
