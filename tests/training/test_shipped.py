@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from berrylm_ref.training.recipe import NANO
 from berrylm_ref.training.tasks import TASKS
 
 FOLDER = shipped_checkpoint()
+EVALUATION = Path(__file__).parents[2] / "kernels" / "benchmarks" / "results" / "cpu" / "nano_eval.json"
 MB = 10**6
 
 
@@ -87,6 +89,17 @@ def test_the_recorded_answer_is_of_these_weights_and_right():
         op = next(c for c in "+-*" if c in left)
         a, b = map(int, left.split(op))
         assert int(right) == {"+": a + b, "-": a - b, "*": a * b}[op], line
+
+
+@pytest.mark.parametrize(
+    ("task", "least"),
+    [("problems", 0.90), ("problems, new wording", 0.60), ("tool call", 0.95), ("retrieval 1k", 0.90)],
+)
+def test_the_evaluation_holds_what_is_expected_of_it(task, least):
+    """A training that ends worse must not be shipped unseen. Thinking has to be worth its tokens, too."""
+    tasks = json.loads(EVALUATION.read_text())["tasks"]
+    assert tasks[task]["accuracy"] >= least
+    assert tasks["problems"]["accuracy"] >= tasks["problems, thinking off"]["accuracy"] + 0.2
 
 
 PROMPTS = ("problems", "retrieval 256", "retrieval 1k")
