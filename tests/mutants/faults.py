@@ -598,4 +598,47 @@ FAULTS: list[Fault] = [
         "c.state[:, slot] = 0",
         "a cache hit starts from empty states",
     ),
+    # 15 two GPUs and more
+    Fault(
+        "15_two_gpus_and_more",
+        "berrylm_ref/sharding.py",
+        '"linear_attn.in_proj_qkv.weight": Cut(0, qkv)',
+        '"linear_attn.in_proj_qkv.weight": ROWS',
+        "q, k and v are cut as one matrix",
+    ),
+    Fault(
+        "15_two_gpus_and_more",
+        "berrylm_ref/sharding.py",
+        '"self_attn.o_proj.bias": FIRST',
+        '"self_attn.o_proj.bias": SAME',
+        "a bias is added by every rank",
+    ),
+    Fault(
+        "15_two_gpus_and_more",
+        "berrylm_ref/sharding.py",
+        "part = self.rank * parts // self.size",
+        "part = self.rank % parts",
+        "query heads beside another group's KV head",
+    ),
+    Fault(
+        "15_two_gpus_and_more",
+        "berrylm_ref/sharding.py",
+        "y = self.reduce(ops.moe(x, *weights, **options))",
+        "y = self.reduce(ops.moe(x, *weights, residual=residual, **options)) - residual",
+        "the residual is added by every rank",
+    ),
+    Fault(
+        "15_two_gpus_and_more",
+        "berrylm_ref/engine/mirror.py",
+        'self.line.later("clear", slot)',
+        "pass",
+        "the other rank starts a sequence from the last one's states",
+    ),
+    Fault(
+        "15_two_gpus_and_more",
+        "berrylm_ref/engine/mirror.py",
+        'self.line.later("restore", snapshot, slot)',
+        "pass",
+        "the other rank has no cache hit",
+    ),
 ]
