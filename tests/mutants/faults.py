@@ -598,6 +598,63 @@ FAULTS: list[Fault] = [
         "c.state[:, slot] = 0",
         "a cache hit starts from empty states",
     ),
+    # 14 speed
+    Fault(
+        "14_speed",
+        "berrylm_ref/bench/roofline.py",
+        '"KDA": 2.0 * batch * self.slot_bytes',
+        '"KDA": 1.0 * batch * self.slot_bytes',
+        "states are read and never written back",
+    ),
+    Fault(
+        "14_speed",
+        "berrylm_ref/bench/roofline.py",
+        "return E * (1 - (1 - k / E) ** batch)",
+        "return E",
+        "a step reads every expert",
+    ),
+    Fault(
+        "14_speed",
+        "berrylm_ref/bench/roofline.py",
+        "other += p.nbytes if c.tie_word_embeddings else 0",
+        "other += p.nbytes",
+        "a step reads the whole embedding",
+    ),
+    Fault(
+        "14_speed",
+        "berrylm_ref/bench/roofline.py",
+        "mlp_products += p.numel() * c.num_experts_per_tok / c.num_experts",
+        "mlp_products += p.numel()",
+        "a prompt goes through every expert",
+    ),
+    Fault(
+        "14_speed",
+        "berrylm_ref/bench/roofline.py",
+        "pairs = tokens * (tokens + 1) / 2",
+        "pairs = tokens * tokens",
+        "attention is paid for both halves of the pairs",
+    ),
+    Fault(
+        "14_speed",
+        "berrylm_ref/engine/memory.py",
+        "return 2 * len(config.full_layers) * config.num_key_value_heads",
+        "return 2 * len(config.full_layers) * config.num_attention_heads",
+        "a key and a value for every query head",
+    ),
+    Fault(
+        "14_speed",
+        "berrylm_ref/bench/profile.py",
+        "busy += max(0.0, start + length - max(start, end))",
+        "busy += length",
+        "kernels that overlap are busy twice",
+    ),
+    Fault(
+        "14_speed",
+        "berrylm_ref/bench/targets.py",
+        'published / ours if name == "tpot_ms" else ours / published',
+        "ours / published",
+        "a longer time a token counts as better",
+    ),
     # 15 two GPUs and more
     Fault(
         "15_two_gpus_and_more",

@@ -13,7 +13,7 @@ from nbclient.exceptions import CellExecutionError
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = ROOT / "notebooks"
 PACKAGES = ("berrylm_ref", "kernels/berrylm_kernels")
-OFFICIAL = Path("tests/golden")  # some notebooks look for it upwards of their working directory
+DATA = (Path("tests/golden"), Path("kernels/benchmarks/results"))  # looked for upwards of the working directory
 CELL_TIMEOUT = 120  # seconds; a fault may not hang a run
 
 # The hidden first cell. find_spec imports nothing, so the notebook still decides when the package is loaded.
@@ -35,10 +35,11 @@ class Stop:
 
 
 def copy_packages(folder: Path) -> None:
-    """Both packages as importable copies in ``folder``, and the official tensors where a notebook finds them."""
+    """Both packages as importable copies in ``folder``, official tensors and measurements where a notebook finds them."""
     for package in PACKAGES:
         shutil.copytree(ROOT / package, folder / Path(package).name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / OFFICIAL, folder / OFFICIAL)
+    for data in DATA:
+        shutil.copytree(ROOT / data, folder / data)
 
 
 def plant(fault: Fault, folder: Path) -> None:
