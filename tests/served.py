@@ -1,5 +1,6 @@
 """A server over a real socket for the tests, and its errors in OpenAI's form."""
 
+import re
 import socket
 import threading
 import time
@@ -55,3 +56,35 @@ def all_free(engine, seconds=20):
     engine.check()
     slots = engine.cache.pool.slots
     assert slots.free_count == slots.capacity
+
+
+@contextmanager
+def saying(*replies):
+    """The address of something that reads a call and says the next of ``replies``, the last one again and again, and hangs up."""
+    left = list(replies)
+
+    def serve():
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:  # closed: the test is over
+                return
+            with connection:
+                head = b""
+                while b"\r\n\r\n" not in head:
+                    head += connection.recv(65536)
+                head, _, body = head.partition(b"\r\n\r\n")
+                length = re.search(rb"content-length: (\d+)", head.lower())
+                while length and len(body) < int(length[1]):
+                    body += connection.recv(65536)
+                connection.sendall(left.pop(0) if len(left) > 1 else left[0])
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def whole(text, more=0):
+    """A 200 with ``text``, which claims to be ``more`` bytes longer."""
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(text) + more, text.encode())

@@ -1,8 +1,11 @@
 """JSON over HTTP, and what every protocol brings home."""
 
+import http.client
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -74,10 +77,21 @@ class Http:
             raise Refused(request.full_url, error.code, error.read().decode(errors="replace")) from error
         except urllib.error.URLError as error:
             raise ValueError(f"parity: url: expected a server at {self.url}, got: {error.reason}") from error
+        except (OSError, http.client.HTTPException) as error:  # it died in its answer, or speaks something else
+            raise ValueError(f"parity: url: expected a whole answer of {request.full_url}, got {error!r}") from error
         try:
             return json.loads(text)
         except ValueError as error:
             raise ValueError(f"{request.full_url}: expected JSON, got {text[:200]!r}") from error
+
+
+@contextmanager
+def reading(url: str, found: Any) -> Iterator[None]:
+    """Errors of a look into ``found`` become a ValueError with what the server at ``url`` sent instead."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise ValueError(f"{url}: expected an answer of this protocol's form, got {str(found)[:200]}") from error
 
 
 def missing(answer: Answer) -> list[str]:

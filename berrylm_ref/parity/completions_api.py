@@ -5,7 +5,7 @@ import re
 from itertools import product
 from typing import Any
 
-from .client import Answer, Http, Refused, missing
+from .client import Answer, Http, Refused, missing, reading
 
 SCORING = {"echo": {"echo": True}, "prompt_logprobs": {"prompt_logprobs": 0}, "none": {}}
 # asked for where the server knows them: run past end tokens, name tokens by id
@@ -20,8 +20,9 @@ class CompletionsApi:
 
     def __init__(self, http: Http, trial: list[int]):
         self.http, self.optional, self.scoring, self.tops = http, dict(OPTIONAL), "none", 0
-        models = http.get("/v1/models").get("data") or [{}]
-        self.model = models[0].get("id")
+        models = http.get("/v1/models")
+        with reading(f"{http.url}/v1/models", models):
+            self.model = (models.get("data") or [{}])[0].get("id")
         best, refusals = None, []
         for scoring, tops in product(SCORING, (0, 1)):
             try:
@@ -48,7 +49,8 @@ class CompletionsApi:
         while True:
             try:
                 found = self.http.post("/v1/completions", {**body, **self.optional})
-                return self._read(found, ids, new_tokens, scoring)
+                with reading(f"{self.http.url}/v1/completions", found):
+                    return self._read(found, ids, new_tokens, scoring)
             except Refused as error:
                 unknown = refused_field(error, self.optional)
                 if unknown is None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .client import Answer, Http, missing
+from .client import Answer, Http, missing, reading
 
 
 class GenerateApi:
@@ -20,7 +20,10 @@ class GenerateApi:
         if score_from is not None:
             body["logprob_start_len"] = score_from
         found = self.http.post("/generate", body)
-        found = found[0] if isinstance(found, list) else found
+        with reading(f"{self.http.url}/generate", found):
+            return self._read(found[0] if isinstance(found, list) else found, ids, new_tokens, score_from)
+
+    def _read(self, found: dict[str, Any], ids: list[int], new_tokens: int, score_from: int | None) -> Answer:
         meta = found.get("meta_info") or {}
         made, scored = meta.get("output_token_logprobs"), meta.get("input_token_logprobs")
         output = found.get("output_ids") or ([row[1] for row in made] if made else None)

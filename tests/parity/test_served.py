@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import checkpoint
-from served import serving
+from served import saying, serving, whole
 from typer.testing import CliRunner
 
 import berrylm_ref
@@ -229,6 +229,22 @@ def test_wrong_addresses_keys_and_names_are_named(prompts, other):
         connect(Http("http://127.0.0.1:9"), "generate", [1])
     with pytest.raises(ValueError, match="url: expected http://host:port, got '127.0.0.1:3'"):
         Http("127.0.0.1:3")
+
+
+@pytest.mark.parametrize(
+    "reply,message",
+    [
+        (b"SSH-2.0-x\r\n", "a whole answer"), (b"", "a whole answer"), (whole("{}", more=9), "a whole answer"),
+        (whole("[1]"), "this protocol's form"), (whole("null"), "this protocol's form"), (whole("[]"), "this protocol's form"),
+        (whole('{"meta_info": {"output_token_logprobs": 5}}'), "this protocol's form"), (whole("x"), "expected JSON"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("protocol", ["generate", "completions"])
+def test_a_server_that_dies_or_speaks_something_else_is_named(protocol, reply, message):
+    """One line instead of a traceback from within the HTTP client or the look into the answer."""
+    with saying(reply) as url:
+        with pytest.raises(ValueError, match=message):
+            connect(Http(url), protocol, [1, 2])
 
 
 def replace_key(http):
