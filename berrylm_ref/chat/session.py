@@ -5,7 +5,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -58,7 +58,8 @@ class RemoteModel:
 
     def __init__(self, url: str, key: str | None = None):
         self._url, self._key = url.rstrip("/").removesuffix("/v1"), key
-        self._name = json.load(self._open("/v1/models"))["data"][0]["id"]
+        with self._open("/v1/models") as listed, self._in_form():
+            self._name = json.load(listed)["data"][0]["id"]
 
     def answer(self, messages: list[dict], tools: list[dict] | None, thinking: bool) -> Iterator[TurnDelta | Ended]:
         body = {
@@ -72,12 +73,14 @@ class RemoteModel:
         reason, ended = "", None
         with self._open("/v1/chat/completions", body) as lines:
             for chunk in self._chunks(lines):
-                for choice in chunk["choices"]:
-                    reason = choice["finish_reason"] or reason
-                    yield turn_delta(choice["delta"])
-                if usage := chunk.get("usage"):
-                    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-                    ended = Ended(reason, usage["prompt_tokens"], cached, usage["completion_tokens"])
+                with self._in_form():
+                    choices, usage = chunk["choices"], chunk.get("usage")
+                    deltas = [turn_delta(choice["delta"]) for choice in choices]
+                    reason = next((choice["finish_reason"] for choice in choices if choice["finish_reason"]), reason)
+                    if usage:
+                        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+                        ended = Ended(reason, usage["prompt_tokens"], cached, usage["completion_tokens"])
+                yield from deltas
         if ended is None:
             raise ValueError(f"chat: {self._url}: expected a stream that ends with its usage, got one that broke off")
         yield ended
@@ -95,6 +98,14 @@ class RemoteModel:
         except http.client.HTTPException as error:
             raise ValueError(f"chat: {self._url}: expected a whole stream, got {error!r}") from error
 
+    @contextmanager
+    def _in_form(self) -> Iterator[None]:
+        """Errors of a look into what the server sent become a ValueError."""
+        try:
+            yield
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            raise ValueError(f"chat: {self._url}: expected answers in OpenAI's form, got others ({error!r})") from error
+
     def _open(self, route: str, body: dict[str, Any] | None = None) -> Any:
         """A response to read; ValueError with what the server says where it refuses, OSError where there is none."""
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
@@ -103,6 +114,8 @@ class RemoteModel:
             return urllib.request.urlopen(urllib.request.Request(self._url + route, data, headers))
         except urllib.error.HTTPError as error:
             raise ValueError(f"chat: {self._url}{route}: {error.code} {error.read().decode(errors='replace')}") from error
+        except http.client.HTTPException as error:
+            raise ValueError(f"chat: {self._url}{route}: expected an HTTP server, got {error!r}") from error
 
 
 def turn_delta(delta: dict[str, Any]) -> TurnDelta:
@@ -132,6 +145,8 @@ class Conversation:
                 if isinstance(part, TurnDelta):
                     reasoning, content = reasoning + part.reasoning, content + part.content
                     for fragment in part.calls:
+                        if fragment.index != len(calls) - (fragment.name is None):
+                            raise ValueError(f"chat: tool_calls: expected one call after the other, got index {fragment.index}")
                         if fragment.name is not None:
                             function = {"name": fragment.name, "arguments": ""}
                             calls.append({"id": f"call_{len(asked)}_{len(calls)}", "type": "function", "function": function})

@@ -13,7 +13,7 @@ from .common import SHIPPED, BackendName, Device, Dtype, clear_errors
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..chat.session import Conversation
+    from ..chat.session import Conversation, Ended
 
 HELP = "/reset forgets the conversation, /think on and /think off switch the reasoning, Ctrl-C stops an answer, Ctrl-D leaves"
 ROUNDS = 8  # of calls and results within one turn of the user
@@ -91,14 +91,17 @@ def command(conversation: "Conversation", line: str) -> str:
 
 
 def turns(conversation: "Conversation", text: str, console: "Console") -> None:
-    """The user's turn and the model's, with the calculator's in between where it is called. All of it counts, or nothing."""
+    """The user's turn and the model's, with the calculator's in between where it is called. All of it counts, or nothing.
+
+    A call that a limit cut off is not run: it may be half of what was meant.
+    """
     before, heard = conversation.messages, False
     asked = [{"role": "user", "content": text}]
     try:
         for _ in range(ROUNDS):
-            show(conversation, asked, console)
+            ended = show(conversation, asked, console)
             calls = conversation.messages[-1].get("tool_calls", [])
-            if not calls or not conversation.tools:
+            if ended.reason != "tool_calls" or not calls or not conversation.tools:
                 break
             asked = [{"role": "tool", "tool_call_id": call["id"], "content": calculate(call["function"])} for call in calls]
             for result in asked:
@@ -109,8 +112,8 @@ def turns(conversation: "Conversation", text: str, console: "Console") -> None:
             conversation.messages = before
 
 
-def show(conversation: "Conversation", asked: list[dict], console: "Console") -> None:
-    """Say ``asked`` and print the model's turn while it comes."""
+def show(conversation: "Conversation", asked: list[dict], console: "Console") -> "Ended":
+    """Say ``asked`` and print the model's turn while it comes; returns how it ended."""
     from ..chat.session import Ended
 
     style, printed = None, False
@@ -131,6 +134,7 @@ def show(conversation: "Conversation", asked: list[dict], console: "Console") ->
         console.print(harmless(f"{function['name']}({function['arguments']})"), style="yellow", markup=False, soft_wrap=True)
     summary = f"[{ended.reason}; {ended.prompt} tokens in, {ended.cached} of them cached, {ended.made} out]"
     console.print(summary, style="dim", markup=False)
+    return ended
 
 
 def harmless(text: str) -> str:
@@ -140,7 +144,8 @@ def harmless(text: str) -> str:
 
 def calculate(function: dict[str, str]) -> str:
     """The result of a call as JSON text, for the model; a division gives the quotient, as the shipped model learned it."""
-    expression = json.loads(function["arguments"]).get("expression")
+    arguments = json.loads(function["arguments"])
+    expression = arguments.get("expression") if isinstance(arguments, dict) else None
     found = re.fullmatch(r"\s*(-?\d{1,15})\s*([-+*/])\s*(-?\d{1,15})\s*", str(expression))
     if function["name"] != "calculator" or found is None:
         return json.dumps({"error": "expected calculator with two integers and one of + - * /"})

@@ -8,7 +8,7 @@ import pytest
 from chat_models import Scripted, chat_checkpoint
 from models import checkpoint
 from rich.console import Console
-from served import all_free, free_port, serving
+from served import all_free, free_port, saying, serving, whole
 from toolcalls import call, value
 from typer.testing import CliRunner
 
@@ -73,6 +73,46 @@ def test_calls_are_shown_run_and_answered(speaker, scripted, monkeypatch):
     assert roles == ["user", "assistant", "tool", "assistant"] and conversation.messages[-1]["content"] == "It is 51."
 
 
+def chunk(delta, reason=None, **more):
+    """A server's line of a stream."""
+    return "data: " + json.dumps({"choices": [{"index": 0, "delta": delta, "finish_reason": reason}], **more}) + "\n\n"
+
+
+def calling(function, index=0):
+    return chunk({"tool_calls": [{"index": index, "id": "a", "function": function}]})
+
+
+def ended(reason):
+    return chunk({}, reason, usage={"prompt_tokens": 1, "completion_tokens": 1})
+
+
+MODELS = whole('{"data": [{"id": "m"}]}')
+
+
+def test_a_call_that_the_limit_cut_off_is_not_run(monkeypatch):
+    """API-3: its arguments are whole JSON, but they may be half of what was meant. (`finish_reason` is "length".)"""
+    call = calling({"name": "calculator", "arguments": '{"expression": "17*3"}'})
+    for reason, results in (("length", 0), ("tool_calls", 1)):
+        with saying(MODELS, whole(call + ended(reason)), whole(ended("stop"))) as url:
+            conversation, screen = talk(RemoteModel(url), ["What is 17*3?"], monkeypatch, tools=[CALCULATOR])
+        assert [m["role"] for m in conversation.messages].count("tool") == results == screen.count('= {"result": 51}')
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"SSH-2.0-x\r\n", whole("data: {\n\n"), whole('data: {"id": 1}\n\n'), whole(chunk(None)), whole(calling(None)),
+        whole(calling({"name": "calculator"}, index=3)), whole(calling({"arguments": "{}"})),
+    ],
+)  # fmt: skip
+def test_a_server_that_speaks_something_else_ends_the_turn_and_not_the_chat(said, monkeypatch):
+    with saying(MODELS, said, whole(chunk({"content": "fine"}) + ended("stop"))) as url:
+        conversation, screen = talk(RemoteModel(url), ["hi", "hi again"], monkeypatch)
+    assert "error: " in screen and [m["content"] for m in conversation.messages] == ["hi again", "fine"]
+    with saying(said) as url, pytest.raises(ValueError):
+        RemoteModel(url)
+
+
 class Interrupted(Console):
     """Ctrl-C when some of an answer has been printed."""
 
@@ -127,6 +167,7 @@ def test_what_it_cant_talk_to_is_one_line_and_status_2(scripted):
 def test_the_calculator_is_no_interpreter(expression, result):
     found = json.loads(calculate({"name": "calculator", "arguments": json.dumps({"expression": expression})}))
     assert found.get("result") == result and ("error" in found) == (result is None)
+    assert "error" in json.loads(calculate({"name": "calculator", "arguments": "[1]"})), "another server's model may write that"
 
 
 def test_escape_sequences_are_not_obeyed():
