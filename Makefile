@@ -16,7 +16,7 @@ STAMP := $(VENV)/.installed
 NBVAL  := --nbval --nbval-current-env --nbval-cell-timeout=120
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadscope
 
-.PHONY: demo test lab serve notebooks lint mutants
+.PHONY: demo test lab serve notebooks lint mutants scale-test
 
 demo: $(STAMP)
 	$(BIN)/python -m berrylm_ref.demo $(MODEL) tests/golden/hf-tiny-default
@@ -38,6 +38,12 @@ lint: $(STAMP)
 
 mutants: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist load -m mutants tests
+
+# An environment of its own: Ray brings another event loop, on which the server would then run.
+scale-test:
+	test -x $(VENV)-scale/bin/pip || $(PYTHON) -m venv $(VENV)-scale
+	$(VENV)-scale/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,scale]'
+	$(VENV)-scale/bin/python -m pytest -m scale tests
 
 # Importing the font manager builds matplotlib's font cache now: a notebook that had to build it would print a message.
 $(STAMP): pyproject.toml
