@@ -6,6 +6,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ class Settings:
     check_twice_tokens: int = 8050
     check_new_tokens: int = 32
     long_tokens: int | None = None  # None: all but room for the decoded tokens
+    tp: int = 1
     engine: dict[str, Any] = field(default_factory=dict)
 
 
@@ -72,23 +74,40 @@ def measure_model(s: Settings, out: Path | None = None) -> Report:
     rates = report.part("ceilings", ceilings, device)
     if s.check:
         report.part("layer_profile", layer_profile, model, s.check_prompts, s.check_tokens)
-    free_memory(device)
+    floors = Floors.of(model, {name: s.tp * rate for name, rate in rates.items()}) if rates else None  # ranks read side by side
     held: list[LLM] = []
-    report.part("memory", start_engine, s, model, held)
+    with TemporaryDirectory() as scratch:
+        source: BerryLM | Path = model
+        if s.tp > 1:  # every rank loads its own part
+            source = s.folder or Path(scratch)
+            if not s.folder:
+                model.save_pretrained(source)
+            model = None
+        free_memory(device)
+        report.part("memory", start_engine, s, source, held)
     if not rates or not held:
         return report
-    floors, (llm,) = Floors.of(model, rates), held
+    (llm,) = held
+    try:
+        measure_engine(s, report, llm, floors)
+    finally:
+        llm.close()
+    report.data["peak_memory_bytes"] = peak_memory(device)
+    report.write()
+    print("\n".join(lines_of(report.data)), flush=True)
+    return report
+
+
+def measure_engine(s: Settings, report: Report, llm: LLM, floors: Floors) -> None:
+    """Everything that needs no more than the engine."""
     measure_speed(s, report, llm, floors)
     if s.check:
         report.part("cached_answers", same_answers, llm, s.check_prompts, s.check_tokens, s.check_new_tokens)
         report.part("sent_twice", same_answers, llm, 1, s.check_twice_tokens, s.check_new_tokens)
     if s.long:
         tokens = s.long_tokens or s.config.max_position_embeddings - 2 * DECODED
-        report.part("long_context", with_peak, device, long_context, llm, tokens, s.profile_context, report.deadline)
-    report.data["peak_memory_bytes"] = peak_memory(device)
-    report.write()
-    print("\n".join(lines_of(report.data)), flush=True)
-    return report
+        arguments = (llm, tokens, s.profile_context, report.deadline)
+        report.part("long_context", with_peak, torch.device(s.device), long_context, *arguments)
 
 
 def measure_speed(s: Settings, report: Report, llm: LLM, floors: Floors) -> None:
@@ -96,7 +115,8 @@ def measure_speed(s: Settings, report: Report, llm: LLM, floors: Floors) -> None
     if s.prefill_tokens:
         report.part("prefill", prefill_rate, llm, floors, s.prefill_tokens)
     batches = sorted({c for _, _, c in s.workloads} | set(s.profile_batches if s.profile else ()))
-    hit = (report.part("experts_a_layer", measured_experts, llm, batches) or {}) if batches else {}
+    count = batches and s.tp == 1  # counted in one model here; else all experts are taken to be as likely
+    hit = (report.part("experts_a_layer", measured_experts, llm, batches) or {}) if count else {}
     for spec in s.workloads:
         report.part(name_of(spec), one_workload, s, report, llm, floors, spec, hit, under="workloads")
     if s.http:
@@ -139,10 +159,14 @@ def build(s: Settings, report: Report) -> BerryLM | None:
     return held[0] if held else None
 
 
-def start_engine(s: Settings, model: BerryLM, held: list[LLM]) -> dict[str, Any]:
-    """The engine, and how many tokens and snapshots fit beside the weights."""
+def start_engine(s: Settings, source: BerryLM | Path, held: list[LLM]) -> dict[str, Any]:
+    """The engine of a model, or of the ranks that share a folder's; how many tokens and snapshots fit beside the weights."""
     running = max([c for _, _, c in s.workloads] + list(s.profile_batches))
-    held.append(LLM.from_model(model, **{"max_running_requests": running, **s.engine}))
+    options = {"max_running_requests": running, **s.engine}
+    if isinstance(source, BerryLM):
+        held.append(LLM.from_model(source, **options))
+    else:
+        held.append(LLM(source, dtype=s.dtype, device=s.device, backend=s.backend, tp=s.tp, **options))
     cache = held[0].engine.cache
     pool, sizes = cache.pool, cache.pool.sizes
     facts = {
@@ -156,7 +180,7 @@ def start_engine(s: Settings, model: BerryLM, held: list[LLM]) -> dict[str, Any]
         "overlap": held[0].engine.overlap,
         "decode_buckets": held[0].engine.runner.buckets,
         "cache_bytes": sum(x.nbytes for x in vars(pool.caches).values()),
-        "peak_memory_bytes": peak_memory(model.device),
+        "peak_memory_bytes": peak_memory(torch.device(s.device)),
     }
     print(
         f"{facts['kv_tokens']:,} tokens of KV, {facts['snapshots']} snapshots of {facts['snapshot_bytes'] / 1e6:.1f} MB and "

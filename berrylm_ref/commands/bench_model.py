@@ -31,6 +31,7 @@ def model(
     max_total_tokens: Annotated[int | None, typer.Option(help="KV memory in tokens; default: from free memory")] = None,
     cuda_graphs: Annotated[bool | None, typer.Option(help="decode in CUDA graphs; default: the engine's choice")] = None,
     overlap: Annotated[bool | None, typer.Option(help="schedule beside the forward; default: the engine's choice")] = None,
+    tp: Annotated[int, typer.Option(help="processes that share every layer, a GPU each", min=1)] = 1,
     seed: Annotated[int, typer.Option(help="of the weights")] = 0,
     out: Annotated[Path | None, typer.Option(help="JSON; default: kernels/benchmarks/results/<gpu>/model.json")] = None,
     dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16")] = "bfloat16",
@@ -46,11 +47,13 @@ def model(
     from ..bench.targets import TARGETS
     from ..bench.workload import parse_workload
     from ..model import as_device, as_dtype
+    from ..sharding import Shard
 
     with clear_errors():
         if not random_weights and (config in ("berrylm-os", "tiny") or layers):
             raise ValueError("bench model: random_weights: expected --random-weights, or --config with a checkpoint's folder")
         as_dtype(dtype), as_device(device)
+        Shard(config_named(config, layers), 0, tp)  # refused before weights are drawn
         specs = tuple(TARGETS) if workloads is None else tuple(parse_workload(w) for w in workloads.split(",") if w)
         settings = Settings(
             config=config_named(config, layers),
@@ -60,6 +63,7 @@ def model(
             device=device,
             backend=backend,
             seed=seed,
+            tp=tp,
             workloads=specs,
             seconds_per_workload=seconds_per_workload,
             time_limit=time_limit,

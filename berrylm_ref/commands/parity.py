@@ -39,12 +39,13 @@ def served(
     dtype: Dtype = "float32",
     device: Device = "cpu",
     backend: BackendName = "auto",
+    tp: Annotated[int, typer.Option(help="processes that share every layer of that server, a GPU each")] = 1,
     json: Json = None,
     plot: Plot = None,
 ) -> None:
     """Score fixed ids and decode greedily over HTTP, and compare with the teacher-forced torch reference.
 
-    --dtype, --device and --backend are those of the server that --launch starts. The floor, bf16 torch on the same ids, is
+    --dtype, --device, --backend and --tp are those of the server that --launch starts. The floor, bf16 torch on the same ids, is
     measured in the same run. The exit status is 1 when something is out of budget.
     """
     if context.invoked_subcommand is not None:
@@ -67,7 +68,7 @@ def served(
             model, prompts, new_tokens=new_tokens, short=short, documents=documents, document_length=document_length, quick=quick,
             seed=seed,
         )  # fmt: skip
-        with launched(model, dtype, device, backend) if launch else nullcontext(url) as address:
+        with launched(model, dtype, device, backend, "--tp", str(tp)) if launch else nullcontext(url) as address:
             api = connect(Http(address, api_key), protocol, own[0].ids[:4])
             with console.status("starting") as status:
                 result = measure(

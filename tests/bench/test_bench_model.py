@@ -209,6 +209,24 @@ def test_the_whole_command_tiny(tmp_path):
     assert torch.is_grad_enabled(), "and the process is left as it was"
 
 
+def test_two_ranks_are_measured_like_one(tmp_path):
+    """Every rank loads its own part of the weights that were drawn; the limit is that of two that read side by side."""
+    found = {}
+    for tp in (1, 2):
+        out = tmp_path / f"{tp}.json"
+        done = invoke(
+            *SMALL, "--tp", tp, "--workloads", "64/4@2", "--seconds-per-workload", 0, "--profile", "--check", "--out", out,
+            "--prefill-tokens", 128, "--profile-batches", 1, "--profile-context", 64, "--check-tokens", 130, "--layers", 2,
+            "--twice-tokens", 150,
+        )  # fmt: skip
+        assert done.exit_code == 0, done.output
+        found[tp] = json.loads(out.read_text())
+        assert not found[tp]["failures"] and not found[tp]["skipped"] and found[tp]["settings"]["tp"] == tp
+        assert found[tp]["sent_twice"]["cached_tokens"] == [128]
+    assert found[2]["memory"]["snapshot_bytes"] == found[1]["memory"]["snapshot_bytes"] // 2
+    assert "experts_a_layer" not in found[2] and not torch.distributed.is_initialized()
+
+
 @pytest.mark.slow
 def test_the_workloads_over_http_from_another_process(tmp_path):
     out = tmp_path / "model.json"
@@ -232,6 +250,7 @@ def test_a_time_limit_leaves_what_there_was(tmp_path):
         (["--config", "/nowhere", "--device", "cpu", "--random-weights"], "expected a config.json"),
         (["--config", "tiny", "--random-weights", "--device", "nope"], "device: expected one that is here"),
         ([*SMALL, "--workloads", "1k"], "expected INPUT/OUTPUT@CONCURRENCY"),
+        ([*SMALL, "--tp", "3"], "num_attention_heads: expected a multiple of tp = 3, got 4"),
         ([*SMALL, "--profile-batches", "1,0"], "profile_batches: expected sizes as 1,16,64"),
     ],
 )
