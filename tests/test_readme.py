@@ -31,8 +31,8 @@ def test_the_evaluation_is_of_the_weights_that_ship():
 
 
 def test_every_make_target_named_exists():
-    targets = set(re.findall(r"^(\w+):", (REPO / "Makefile").read_text(), re.MULTILINE))
-    named = set(re.findall(r"(?:^|`)make (\w+)", README, re.MULTILINE))
+    targets = set(re.findall(r"^([\w-]+):", (REPO / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"(?:^|`)make ([\w-]+)", README, re.MULTILINE))
     assert {"demo", "test", "lab", "serve"} <= named <= targets
 
 
