@@ -12,7 +12,7 @@ from .common import SHIPPED, BackendName, Device, Dtype, KdaIntra, Model, clear_
 def serve(
     model: Model = SHIPPED,
     host: Annotated[str, typer.Option(help="address to listen on; any but a loopback one lets other machines in")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="port to listen on", min=0, max=65535)] = 30000,
+    port: Annotated[int, typer.Option(help="port to listen on; 0: a free one", min=0, max=65535)] = 30000,
     served_model_name: Annotated[str | None, typer.Option(help="name in /v1/models; default: the folder's name")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="BERRYLM_API_KEY", help="asked for on every route but /health")] = None,
     reasoning_parser: Annotated[str, typer.Option(help="how answers are read: berrylm, the only one there is")] = "berrylm",
@@ -40,7 +40,7 @@ def serve(
     with clear_errors():
         try:
             from ..server.app import create_app
-            from ..server.graceful import GracefulServer
+            from ..server.graceful import GracefulServer, bound
             from ..server.limits import Limits
         except ImportError as error:
             raise ValueError(f"serve: expected the extra 'server' to be installed (berrylm-ref[server]), got {error}") from error
@@ -75,11 +75,13 @@ def serve(
         at = f"[{host}]" if ":" in host else host
         name = served_model_name or served_name(model)
         app = create_app(llm, name, limits, api_key)
+        place = bound(host, port)
+        port = place.getsockname()[1]
         print(f"try:\n  {example(llm, name, f'http://{at}:{port}', bool(api_key))}", flush=True)
         server = GracefulServer(
             app, host=host, port=port, grace=shutdown_grace, header_seconds=header_timeout, idle_seconds=idle_timeout
         )
-        server.run()
+        server.run(sockets=[place])
         llm.close()
 
 

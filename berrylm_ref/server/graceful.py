@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 import time
 from types import FrameType
 
@@ -9,6 +10,21 @@ import uvicorn
 from fastapi import FastAPI
 
 AFTERWARDS = 2  # seconds: for the last bytes to reach their clients
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket that has ``port`` of ``host``, or with 0 one that is free; ValueError where it can't be had.
+
+    Bound before the server runs, so that the address can be told to the user, and never that of another server.
+    """
+    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the port of a server that has just ended
+    try:
+        found.bind((host, port))
+    except OSError as error:
+        found.close()
+        raise ValueError(f"serve: port: expected a free one on {host}, got {port}: {error.strerror}") from error
+    return found
 
 
 class GracefulServer(uvicorn.Server):

@@ -409,6 +409,26 @@ def test_a_wrong_option_is_one_line_and_status_2(options, message):
     assert done.exit_code == 2 and message in done.stderr
 
 
+def test_the_address_is_known_before_it_is_told():
+    """A second server on the port printed a curl line, which the first one answered, and failed after it; with port 0 the line
+    said 0."""
+    with process() as (_, client):
+        taken = client.base_url.port
+        command = [sys.executable, "-m", "berrylm_ref.cli", "serve", "--model", str(checkpoint(True)), "--port"]
+        second = subprocess.run([*command, str(taken)], capture_output=True, text=True, timeout=60)
+        assert second.returncode == 2 and second.stdout == ""
+        assert "serve: port: expected a free one" in second.stderr and "Traceback" not in second.stderr
+    third = subprocess.Popen([*command, "0"], stdout=subprocess.PIPE, text=True)
+    try:
+        line = "".join(third.stdout.readline() for _ in range(3)).partition("try:")[2]
+        curl = subprocess.run(["sh", "-c", line.replace("curl", "curl -s --retry 40 --retry-connrefused --retry-delay 1", 1)],
+                              capture_output=True, text=True, timeout=60)  # fmt: skip
+        assert json.loads(curl.stdout)["choices"], curl.stderr
+    finally:
+        third.kill()
+        third.wait(10)
+
+
 @pytest.mark.parametrize("chat", [False, True])
 def test_the_printed_curl_line_works_when_pasted(tmp_path, chat):
     """With a chat template in the folder it is a chat."""
