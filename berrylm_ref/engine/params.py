@@ -1,10 +1,13 @@
 """How a request wants its tokens chosen and ended."""
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 GREEDY_BELOW = 1e-5  # a temperature below this is greedy: logits divided by it would overflow
 EXTREME = 1e6  # temperatures and repetition penalties further out than this (or its inverse) overflow fp32 scores
+MOST_STOPS = 64  # stop strings: with every token each of them is looked for, while everyone else waits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,8 +15,8 @@ class SamplingParams:
     """Every field is checked; ValueError names field, expected and got.
 
     temperature: 0 is greedy, at most 1e6. top_k: 0 keeps all. top_p in (0, 1], min_p in [0, 1] relative to the most probable
-    token. max_tokens: most new tokens, None as many as the context holds. stop: strings that end the text (they are cut off);
-    they are looked for in the text alone, where special tokens are hidden and never match. stop_token_ids: ids that end it,
+    token. max_tokens: most new tokens, None as many as the context holds. stop: up to 64 strings that end the text (they are cut
+    off); they are looked for in the text alone, where special tokens are hidden and never match. stop_token_ids: ids that end it,
     those of special tokens too; ignore_eos: run on past the model's end tokens. seed: fixes the draws of this request,
     independent of its neighbours, taken modulo 2^64. n: choices. logprobs: None, or how many alternatives (0..20) to report
     beside each chosen token; prompt_logprobs: the same for the prompt's own tokens. Presence and frequency penalties (-2..2)
@@ -57,8 +60,15 @@ class SamplingParams:
             refuse("ignore_eos", "true or false", self.ignore_eos)
         if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
             refuse("stop", "a non-empty string or a list of them", self.stop)
+        if len(self.stop) > MOST_STOPS:
+            refuse("stop", f"at most {MOST_STOPS} strings", len(self.stop))
         if not isinstance(self.stop_token_ids, tuple) or not all(is_int(i) and i >= 0 for i in self.stop_token_ids):
             refuse("stop_token_ids", "a list of token ids", self.stop_token_ids)
+
+    @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """``stop_token_ids``, asked with every token: however many there are, that takes the same time."""
+        return frozenset(self.stop_token_ids)
 
     @property
     def greedy(self) -> bool:
@@ -88,4 +98,4 @@ def is_int(value) -> bool:
 
 
 def refuse(name: str, expected: str, got) -> None:
-    raise ValueError(f"SamplingParams: {name}: expected {expected}, got {got!r}")
+    raise ValueError(f"SamplingParams: {name}: expected {expected}, got {reprlib.repr(got)}")

@@ -76,7 +76,7 @@ class Request:
         """Take the next token; returns the text that became certain. Sets ``finish_reason`` when it was the last."""
         self.output_ids.append(token)
         self.tokens.append(token)
-        stop = token in self.params.stop_token_ids or (not self.params.ignore_eos and token in self.end_ids)
+        stop = token in self.params.stop_ids or (not self.params.ignore_eos and token in self.end_ids)
         delta = "" if stop or not self._detokenizer else self._stops.feed(self._detokenizer.feed(token))
         reason = None
         if stop or self._stops.stopped:

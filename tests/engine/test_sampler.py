@@ -1,11 +1,13 @@
 """Sampling: the filters against plain formulas, the draw against its distribution, seeds against neighbours."""
 
 import math
+import time
 
 import pytest
 import torch
 
 from berrylm_ref.engine.params import SamplingParams
+from berrylm_ref.engine.request import Request
 from berrylm_ref.engine.sampler import Row, choice_seed, sample, token_logprobs, uniform
 
 
@@ -122,10 +124,23 @@ def test_logprobs_are_the_models_own():
         ("min_p", -0.1), ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 1.5), ("max_tokens", True), ("n", 0),
         ("seed", 1.0), ("logprobs", 21), ("presence_penalty", 2.1), ("frequency_penalty", -3),
         ("repetition_penalty", 0), ("repetition_penalty", 1e-300), ("repetition_penalty", 1e300), ("stop", ""),
-        ("stop", ["a", ""]), ("stop", 3), ("stop_token_ids", [-1]), ("stop_token_ids", 5), ("ignore_eos", 1),
+        ("stop", ["a", ""]), ("stop", 3), ("stop", ["a"] * 65), ("stop", ["a" * 10**6, ""]),
+        ("stop_token_ids", [-1]), ("stop_token_ids", 5), ("ignore_eos", 1),
     ],
 )  # fmt: skip
 def test_refusals_name_field_expected_and_got(field, value):
     """API-1: zero is not "unset", and a wrong value is refused before anything runs."""
-    with pytest.raises(ValueError, match=f"SamplingParams: {field}: expected .*, got "):
+    with pytest.raises(ValueError, match=f"SamplingParams: {field}: expected .*, got ") as refusal:
         SamplingParams(**{field: value})
+    assert len(str(refusal.value)) < 300, "what came is shown, but a client's megabytes are not sent back"
+
+
+def test_a_million_stop_ids_hold_nobody_up():
+    """They came with every token of every choice: 10 ms each, in the one thread that runs all requests."""
+    params = SamplingParams(stop_token_ids=list(range(100, 1_000_100)), max_tokens=None)
+    request = Request([1], params, frozenset(), 10_000, 0)
+    begin = time.monotonic()
+    while not request.finished:
+        request.append(len(request.output_ids) % 100 if len(request.output_ids) < 3000 else 1_000_099)
+    print(f"{time.monotonic() - begin:.3f} s for {len(request.output_ids)} tokens")
+    assert request.finish_reason == "stop" and len(request.output_ids) == 3001 and time.monotonic() - begin < 5
