@@ -175,6 +175,7 @@ class Ranks:
                 if self.exits:
                     time.sleep(1)  # in which the engine says so to whoever waits
                     print(f"error: {self.fault}", file=sys.stderr, flush=True)
+                    shutil.rmtree(self._scratch, ignore_errors=True)
                     os._exit(1)
                 return
 

@@ -1,5 +1,6 @@
 """Two gloo processes answer as one does; and when one of them dies, everything ends, and says which."""
 
+import json
 import os
 import random
 import signal
@@ -97,6 +98,7 @@ def test_logits_ids_and_cached_tokens_are_those_of_one_process(kv_heads):
             assert_close(f"{name}, {kv_heads} KV heads", found[worst], expected[worst], 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_crowd_with_little_memory_gets_the_same_answers(overlap):
     """Chunks, evictions, retractions, cancellations, and a message longer than a packet. fp64: no near-ties in the router."""
@@ -201,6 +203,18 @@ def test_a_rank_that_dies_is_named_and_nothing_hangs(busy):
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
+def test_the_rank_that_died_first_is_named():
+    """The others see a connection close and fail as well: the one to look at is the third."""
+    heads = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "moe_intermediate_size": 12}
+    with opened(folder(**heads, shared_expert_intermediate_size=16), tp=4) as llm:
+        pids = llm.ranks.pids()
+        threading.Timer(0.5, os.kill, (pids[3], signal.SIGKILL)).start()
+        with pytest.raises(RankDied, match=rf"rank 3 of 4 \(pid {pids[3]}\) was ended by SIGKILL"):
+            llm.generate([[1, 2]], SamplingParams(max_tokens=4000, ignore_eos=True))
+        assert all(ended(pid) for pid in pids.values())
+
+
 def test_a_step_that_breaks_off_ends_the_ranks(monkeypatch):
     """The others wait in an all-reduce of the broken step: the next one would add up two different moments."""
     with opened(folder(), tp=2) as llm:
@@ -222,9 +236,11 @@ def test_no_rank_outlives_the_first():
     parent = started(["-c", code], stdin=subprocess.PIPE)
     pid = int(parent.stdout.readline())
     assert not ended(pid)
+    store = Path(json.loads(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[5])["store"])
+    assert store.exists()
     parent.kill()
     parent.wait()
-    wait_for(lambda: ended(pid))
+    wait_for(lambda: ended(pid) and not store.parent.exists())
 
 
 @contextmanager
@@ -251,6 +267,7 @@ def serving(*options):
         server.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_server_ends_with_its_rank(busy):
     """A server that goes on without a rank would take requests and answer none."""
@@ -280,6 +297,7 @@ def outcome(client, body):
         return type(error).__name__
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_server_that_is_stopped_leaves_no_rank(number):
     with serving() as (server, pid, _):
