@@ -10,7 +10,7 @@ from ..chat import ReasoningParser, ToolCallParser
 from ..chat.template import ChatTemplate
 from ..engine.llm import LLM
 from ..engine.params import SamplingParams
-from ..parity.client import Http
+from ..parity.client import Http, reading
 
 Progress = Callable[[int], None]  # called with how many have been answered
 SPEED_PROMPT, SPEED_TOKENS = "The answer is", 64  # of the single stream that is timed
@@ -75,7 +75,9 @@ class ServedClient:
 
     def __init__(self, url: str, api_key: str | None = None, concurrency: int = 32):
         self.http, self.concurrency = Http(url, api_key), concurrency
-        self.model = self.http.get("/v1/models")["data"][0]["id"]
+        listed = self.http.get("/v1/models")
+        with reading(f"{self.http.url}/v1/models", listed):
+            self.model = listed["data"][0]["id"]
 
     def ask(self, questions: Sequence[Question], progress: Progress | None = None) -> list[Reply]:
         """A reply for each question. ValueError with the server's words where it refuses one."""
@@ -101,16 +103,17 @@ class ServedClient:
             **({"tools": question.tools} if question.tools else {}),
         }
         answer = self.http.post("/v1/chat/completions", body)
-        choice, usage = answer["choices"][0], answer["usage"]
-        message, reason = choice["message"], choice["finish_reason"]
-        functions = [call["function"] for call in message.get("tool_calls") or []]
-        return Reply(
-            message.get("reasoning_content") or "",
-            message["content"] or "",
-            [(function["name"], arguments_of(function["arguments"])) for function in functions],
-            usage["completion_tokens"],
-            "stop" if reason == "tool_calls" else reason,
-        )
+        with reading(f"{self.http.url}/v1/chat/completions", answer):
+            choice, usage = answer["choices"][0], answer["usage"]
+            message, reason = choice["message"], choice["finish_reason"]
+            functions = [call["function"] for call in message.get("tool_calls") or []]
+            return Reply(
+                message.get("reasoning_content") or "",
+                message["content"] or "",
+                [(function["name"], arguments_of(function["arguments"])) for function in functions],
+                usage["completion_tokens"],
+                "stop" if reason == "tool_calls" else reason,
+            )
 
     def single_stream(self) -> float:
         """Tokens a second of one stream, as its client sees them, after a warm-up of the same length."""

@@ -5,7 +5,7 @@ import time
 from random import Random
 
 import pytest
-from served import free_port, serving
+from served import free_port, saying, serving
 from typer.testing import CliRunner
 
 from berrylm_ref import LLM, BerryLM
@@ -173,3 +173,12 @@ def test_a_server_of_others_is_taken_as_it_is():
         assert done.exit_code == 2 and "expected no --in-process" in done.stderr
     done = CliRunner().invoke(app, ["eval", "--url", f"http://127.0.0.1:{free_port()}"])
     assert done.exit_code == 2 and "expected a server at" in done.stderr
+
+
+@pytest.mark.parametrize("listed", ["[1, 2]", "null", "{}", '{"data": []}'])
+def test_a_server_that_lists_no_model_ends_the_evaluation_in_one_line(listed):
+    body = listed.encode()
+    head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    with saying(head.encode() + body) as url:
+        done = CliRunner().invoke(app, ["eval", "--url", url])
+    assert done.exit_code == 2 and "/v1/models: expected an answer of this protocol's form, got" in done.stderr
