@@ -117,7 +117,7 @@ def test_a_fresh_mixer_is_the_identity():
 
 
 def test_parameter_counts_of_the_released_size():
-    """MODEL.md 1: 18.29B in all; 738.2M embeddings and head; MoE 406.06M, KDA 34.44M, attention 27.26M a layer."""
+    """18.29B in all; 738.2M embeddings and head; MoE 406.06M, KDA 34.44M, attention 27.26M a layer."""
     model = BerryLM(BerryLMConfig(), device="meta")
 
     def millions(part):

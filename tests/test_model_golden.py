@@ -1,7 +1,7 @@
 """The whole model against the tensors that the official code computed.
 
 The noise of fp32 is not guessed: each folder's meta.json says how far the official fp32 model is from itself in fp64. Three
-times that, and never more than 1e-5, is a match; a real mistake is 1e-2 or more, a wrong eps 4e-5 (MODEL.md 10).
+times that, and never more than 1e-5, is a match; a real mistake is 1e-2 or more, a wrong eps 4e-5.
 """
 
 import json
@@ -160,7 +160,7 @@ def test_the_plain_model_is_the_official_one(model, recorded, budget):
 @torch.no_grad()
 @pytest.mark.parametrize("change", ["eps", "positions", "head order"])
 def test_these_bounds_see_real_mistakes(folder, model, recorded, budget, change, monkeypatch):
-    """The smallest mistakes of MODEL.md 10 that a wider bound would let through, planted one at a time."""
+    """The smallest known mistakes that a wider bound would let through, planted one at a time."""
     ids = recorded["input_ids"]
     if change == "eps":
         eps = 1e-5 if model.config.rms_norm_eps == 1e-6 else 1e-6

@@ -1,4 +1,4 @@
-"""Texts with tool calls in the format of MODEL.md section 8, and both ways of parsing them."""
+"""Texts with tool calls in the model's format, and both ways of parsing them."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Split generated text into reasoning and content (MODEL.md section 8). One state machine, `feed` and `finish`;
+"""Split generated text into reasoning and content in the model's text format. One state machine, `feed` and `finish`;
 `parse` is one `feed` and one `finish`.
 
 | where | seen | result |

@@ -4,7 +4,7 @@ The shipped template writes, without a space or newline of its own between the p
 
     <|system|>TEXT<|end|>                                       with the tools, one JSON object a line, in the first one
     <|user|>TEXT<|end|>
-    <|assistant|><think>REASONING</think>CONTENT CALLS<|end|>   calls as in MODEL.md section 8
+    <|assistant|><think>REASONING</think>CONTENT CALLS<|end|>   calls in the model's format
     <|tool|>RESULT<|end|>                                       results of one turn in the order of its calls
     <|assistant|><think>                                        the generation prompt; thinking off: <think></think>
 

@@ -1,4 +1,4 @@
-"""Split content into text and tool calls (MODEL.md section 8). One state machine, `feed` and `finish`; `parse` is one
+"""Split content into text and tool calls in the model's text format. One state machine, `feed` and `finish`; `parse` is one
 `feed` and one `finish`.
 
 | where | seen | result |

@@ -14,6 +14,7 @@ Json = Annotated[Path | None, typer.Option("--json", help="write every number he
 Plot = Annotated[Path | None, typer.Option(help="write a picture (PNG) here")]
 Prompts = Annotated[Path | None, typer.Option(help="own prompts: a JSON list of ids, or a JSON string, in each line")]
 Seed = Annotated[int, typer.Option(help="of the built-in prompts")]
+SIDES = "torch-fp64|fp32|bf16, with +clamped, +difference or +sglang; triton-fp32|bf16; fla-bf16; transformers"
 ReferenceDevice = Annotated[str, typer.Option(help="where the reference runs: cpu or cuda")]
 
 
@@ -101,8 +102,8 @@ def texts(model: Path, prompts: Path | None, **options):
 
 @parity.command()
 def layers(
-    a: Annotated[str, typer.Option(help="trusted side: torch-fp64|fp32|bf16, torch-*+clamped, triton-*, fla-bf16, transformers")],
-    b: Annotated[str, typer.Option(help="side to judge")],
+    a: Annotated[str, typer.Option(help=f"trusted side: {SIDES}")],
+    b: Annotated[str, typer.Option(help="side to judge, one of the same")],
     model: Model = SHIPPED,
     ids: Annotated[str | None, typer.Option(help="token ids of one prompt, separated by spaces or commas")] = None,
     prompts: Prompts = None,

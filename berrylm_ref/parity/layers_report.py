@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .layers import LayerReport
+from .report import print_whole
 
 
 def print_layers(report: LayerReport, console: Console) -> None:
@@ -20,7 +21,7 @@ def print_layers(report: LayerReport, console: Console) -> None:
         growth = "-" if row["growth"] is None else f"{row['growth']:.2f}"
         op = ("-", "-", "-") if row["op"] is None else (row["op"], f"{row['op_error']:.1e}", f"{row['op_budget']:.1e}")
         table.add_row(f"{row['layer']}{mark}", f"{row['error']:.2e}", f"{row['floor']:.2e}", ratio, growth, *op)
-    console.print(table)
+    print_whole(console, table)
     growth, floor = report.growth, report.floor
     console.print(f"logits: rel-L2 {growth.logits:.2e}, floor {floor.logits:.2e}", soft_wrap=True)
     console.print(f"top-1 agreement {growth.top1:.2%}, floor {floor.top1:.2%}, {len(report.rows)} tokens", soft_wrap=True)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -11,8 +12,10 @@ from .measure import Result
 from .score import windows
 from .served import COLD
 
+WIDEST = 250  # columns of a table
 
-def number(x: float | None, form: str = ".2e") -> str:
+
+def number(x: float | None, form: str = ".1e") -> str:
     return "-" if x is None else format(x, form)
 
 
@@ -21,17 +24,19 @@ def print_result(result: Result, console: Console) -> None:
     for limit in result.limits:
         console.print(limit, soft_wrap=True)
     reference, floor = result.about["reference"], result.about["floor"]
-    table = Table(title=f"|delta logprob| against {reference}; in brackets the floor, {floor} on the same ids")
+    table = Table(title=f"|delta logprob| against {reference}; below it the floor, {floor} on the same ids", box=box.SIMPLE_HEAD,
+                  padding=(0, 1, 0, 0))  # fmt: skip
     for name in ("prompts", "pass", "n", "tokens", "cached", "mean", "max", "x floor", "greedy", "decoded max", "ids as cold"):
         table.add_column(name, justify="left" if name in ("prompts", "pass") else "right", no_wrap=True)
     for x in result.lines:
         table.add_row(
             x.kind, x.stage, str(x.prompts), str(x.tokens), "?" if x.cached_tokens is None else str(x.cached_tokens),
-            beside(x.mean, x.floor_mean), beside(x.max, x.floor_max), number(x.ratio, ".2f"),
-            beside(x.greedy, x.floor_greedy, ".1%"), beside(x.decoded_max, x.floor_decoded_max),
+            number(x.mean), number(x.max), number(x.ratio, ".3g"), number(x.greedy, ".1%"), number(x.decoded_max),
             "-" if x.same_ids is None else f"{x.same_ids}/{sum(row.same_ids is not None for row in chosen(result, x))}",
         )  # fmt: skip
-    console.print(table)
+        floors = number(x.floor_mean), number(x.floor_max), "", number(x.floor_greedy, ".1%"), number(x.floor_decoded_max)
+        table.add_row("", "", "", "", "floor", *floors, "", style="dim")
+    print_whole(console, table)
     for row in result.windows:
         parts = ", ".join(f"{a:.2e} ({b:.2e})" for a, b in zip(row["port"], row["floor"], strict=True))
         console.print(f"{row['name']}, {row['tokens']} tokens, means by window (floor): {parts}", soft_wrap=True)
@@ -49,8 +54,9 @@ def chosen(result: Result, x) -> list:
     return [row for row in result.rows if x.kind == "all" or (row.kind, row.stage) == (x.kind, x.stage)]
 
 
-def beside(x: float | None, floor: float | None, form: str = ".1e") -> str:
-    return f"{number(x, form)} ({number(floor, form)})"
+def print_whole(console: Console, table: Table) -> None:
+    """No number is cut off: where the output is narrower than the table, its lines are longer."""
+    Console(file=console.file, force_terminal=console.is_terminal, width=WIDEST).print(table)
 
 
 def write_json(result: Result, path: str | Path) -> None:

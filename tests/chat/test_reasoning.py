@@ -1,4 +1,4 @@
-"""ReasoningParser: the split of MODEL.md section 8, the same for every way of cutting the text."""
+"""ReasoningParser: the split between the two, the same for every way of cutting the text."""
 
 import pytest
 from hypothesis import given, settings
@@ -86,7 +86,7 @@ def test_prs5_call_inside_reasoning_ends_it_and_stray_close_reaches_no_one():
 
 
 def test_call_tag_ends_the_reasoning_at_once():
-    """MODEL.md 8: the tool parser must get the tag with the very piece that completes it."""
+    """The tool parser must get the tag with the very piece that completes it."""
     parser = ReasoningParser()
     assert parser.feed("plan <tool_call").content == ""
     assert parser.feed(">").content == "<tool_call>"

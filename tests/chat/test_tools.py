@@ -1,4 +1,4 @@
-"""ToolCallParser: the call format of MODEL.md section 8, the same for every way of cutting the text."""
+"""ToolCallParser: the model's call format, the same for every way of cutting the text."""
 
 import json
 

@@ -133,7 +133,7 @@ KINDS = {
     st.lists(st.tuples(NAMES, st.dictionaries(NAMES, st.sampled_from(list(KINDS)), max_size=4)), max_size=3), st.data()
 )
 def test_written_calls_are_read_back(plan, data):
-    """A template writes calls in the format of MODEL.md 8, the parser reads back the same names and values, whole and by
+    """A template writes calls in the model's format, the parser reads back the same names and values, whole and by
     character: the oracle here is Python's own JSON, not the parser."""
     plan = list({name: (name, kinds) for name, kinds in plan}.values())
     tools = [tool(name, **{key: {"type": kind} for key, kind in kinds.items()}) for name, kinds in plan]

@@ -40,7 +40,7 @@ def test_norms_equal_the_torch_ops(shape, dtype):
 
 @pytest.mark.gpu
 def test_bfloat16_rounds_where_the_torch_ops_round():
-    """MODEL.md 10: one cast after (1 + w); the gated norm casts before its weight. A cast at another place moves about every
+    """One cast after (1 + w); the gated norm casts before its weight. A cast at another place moves about every
     third value by one step of bf16, fp32 sums in another order one in a thousand."""
     x, z = randn(256, 2048, dtype=torch.bfloat16), randn(256, 2048, dtype=torch.bfloat16, seed=1)
     w = 0.2 * randn(2048, dtype=torch.bfloat16, seed=2)

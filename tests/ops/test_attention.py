@@ -107,7 +107,7 @@ def test_neighbours_do_not_change_a_sequence():
 
 
 def test_the_gate_is_a_sigmoid_in_the_model_dtype():
-    """MODEL.md 5: the attention output, cast, times sigmoid(gate) in q's dtype, which rounds again."""
+    """The attention output, cast, times sigmoid(gate) in q's dtype, which rounds again."""
     for dtype in (torch.float64, torch.bfloat16):
         call, _ = batch([0, 16], [4, 1], dtype=dtype)
         gate = 3 * randn(5, 4, 8, dtype=dtype, seed=5)
@@ -136,7 +136,7 @@ def test_qk_norm_rope_norms_each_head_and_then_rotates(rotary):
 
 
 def test_q_rows_are_query_and_gate_per_head():
-    """MODEL.md 10 (0.20): [q0 | gate0 | q1 | gate1 ...], not all queries and then all gates."""
+    """A mistake that costs 0.20 on the logits: [q0 | gate0 | q1 | gate1 ...], not all queries and then all gates."""
     both, k = randn(6, 4, 16), randn(6, 2, 8, seed=1)
     weights = randn(8, seed=2), randn(8, seed=3)
     angles = rope_angles(torch.arange(6), 4, 1e7, torch.float64)
@@ -148,7 +148,7 @@ def test_q_rows_are_query_and_gate_per_head():
 
 
 def test_positions_continue_when_decode_takes_over():
-    """MODEL.md 10 (0.044): the rotated keys of the prompt stay; a decode step that restarts at position 0 sees other angles."""
+    """0.044 on the logits: the rotated keys of the prompt stay; a decode step that restarts at position 0 sees other angles."""
     T, D = 9, 8
     q, k, v = randn(T, 4, D), randn(T, 2, D, seed=1), randn(T, 2, D, seed=2)
     weights = randn(D, seed=3), randn(D, seed=4)

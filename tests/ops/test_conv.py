@@ -53,7 +53,7 @@ def test_a_continuation_of_any_length_carries_the_window(cuts):
 
 
 def test_the_window_holds_raw_inputs_oldest_first():
-    """MODEL.md 10: raw projections before the conv, kernel - 1 of them (the official code keeps one more than needed)."""
+    """Raw projections before the conv, kernel - 1 of them (the official code keeps one more than needed)."""
     x = randn(5, 2)
     _, window = causal_conv(x, randn(2, 4, seed=1), torch.zeros(1, 2, 3, dtype=x.dtype), offsets([5]))
     assert torch.equal(window[0], x[2:].T)
@@ -91,7 +91,7 @@ def test_a_single_step_is_the_packed_form_bit_for_bit(dtype, held):
 
 
 def test_bfloat16_accumulates_and_activates_in_fp32():
-    """MODEL.md 4: one cast, after SiLU."""
+    """One cast, after SiLU."""
     x, weight = randn(40, 16, dtype=torch.bfloat16), randn(16, 4, dtype=torch.bfloat16, seed=1)
     window = randn(1, 16, 3, dtype=torch.bfloat16, seed=2)
     y, _ = causal_conv(x, weight, window, offsets([40]))

@@ -259,7 +259,7 @@ def test_gate_is_fp32_for_bf16_activations():
 @pytest.mark.parametrize("op", [recurrent_kda, chunk_kda])
 @pytest.mark.parametrize("lower_bound", [None, -2.0])
 def test_fused_options_equal_doing_it_outside(op, lower_bound):
-    """The three switches and the scale are the plain formulas of MODEL.md 3 and 4, each eps included."""
+    """The three switches and the scale are the plain formulas of the model, each eps included."""
     case = kda_inputs(70, dtype=torch.float64)
     rng = torch.Generator().manual_seed(5)
     raw, logit = torch.randn(case["g"].shape, generator=rng).double(), torch.randn(case["beta"].shape, generator=rng).double()

@@ -27,13 +27,13 @@ def test_rms_norm_is_the_formula(shape, width):
 
 
 def test_rms_norm_weight_is_stored_around_zero():
-    """MODEL.md 3: the factor is 1 + w. Read as a plain weight, a fresh layer (w = 0) would return zeros."""
+    """The factor is 1 + w. Read as a plain weight, a fresh layer (w = 0) would return zeros."""
     x = randn(4, 32)
     assert_close("w = 0", rms_norm(x, torch.zeros(32, dtype=x.dtype), EPS), torch.stack([plain_rms(row) for row in x]), 1e-15)
 
 
 def test_rms_norm_casts_once_after_the_weight():
-    """MODEL.md 10: bf16 in, everything in fp32, one cast after (1 + w). A cast before the weight shows as another bf16 value."""
+    """bf16 in, everything in fp32, one cast after (1 + w). A cast before the weight shows as another bf16 value."""
     x, w = randn(64, 128, dtype=torch.bfloat16), randn(128, dtype=torch.bfloat16, seed=1)
     normed = x.float() * (x.float().square().mean(-1, keepdim=True) + EPS).rsqrt()
     assert torch.equal(rms_norm(x, w, EPS), (normed * (1 + w.float())).bfloat16())
@@ -42,7 +42,7 @@ def test_rms_norm_casts_once_after_the_weight():
 
 
 def test_an_eps_of_1e_5_for_1e_6_is_seen_at_1e_5():
-    """MODEL.md 10: that mistake moves logits by 4e-5 only, so fp32 bounds stay at 1e-5 or below."""
+    """That mistake moves logits by 4e-5 only, so fp32 bounds stay at 1e-5 or below."""
     x, w = 0.2 * randn(8, 64, dtype=torch.float32), torch.zeros(64)
     right = rms_norm(x.double(), w.double(), EPS)
     assert_close("fp32", rms_norm(x, w, EPS), right, 1e-7)
@@ -73,7 +73,7 @@ def test_add_rms_norm_rounds_the_sum_first():
 
 @pytest.mark.parametrize("width", [1, 7, 64])
 def test_gated_rms_norm_is_the_formula(width):
-    """MODEL.md 10: the weight is plain, not 1 + w, and the norm comes before the gate."""
+    """The weight is plain, not 1 + w, and the norm comes before the gate."""
     x, z, w = randn(3, 2, width), randn(3, 2, width, seed=1), 1 + 0.1 * randn(width, seed=2)
     rows = [
         plain_rms(a) * w * b / (1 + torch.exp(-b)) for a, b in zip(x.view(-1, width), z.view(-1, width), strict=True)
@@ -89,7 +89,7 @@ def test_gated_rms_norm_does_not_norm_the_gated_value():
 
 
 def test_gated_rms_norm_casts_before_its_weight():
-    """MODEL.md 3: normalise in fp32, cast, times w in the model dtype, times silu(z) in fp32, cast."""
+    """Normalise in fp32, cast, times w in the model dtype, times silu(z) in fp32, cast."""
     x, z = randn(64, 128, dtype=torch.bfloat16), randn(64, 128, dtype=torch.bfloat16, seed=1)
     w = (1 + 0.1 * randn(128, seed=2)).bfloat16()
     normed = x.float() * (x.float().square().mean(-1, keepdim=True) + EPS).rsqrt()
@@ -106,7 +106,7 @@ def test_l2norm_is_the_formula():
 
 
 def test_l2norm_eps_bites_on_short_vectors():
-    """MODEL.md 10: a scale of q before the norm does not cancel, for eps stands beside the sum of squares (0.11 on logits)."""
+    """A scale of q before the norm does not cancel, for eps stands beside the sum of squares (0.11 on logits)."""
     x = 1e-3 * randn(4, 16)
     assert rel_l2(l2norm(x / 11.3), l2norm(x)) > 0.1
 

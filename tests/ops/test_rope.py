@@ -39,7 +39,7 @@ def test_rope_is_a_rotation_of_channel_pairs(rotary_dim):
 
 
 def test_frequencies_divide_by_the_rotary_width_not_the_heads():
-    """MODEL.md 10. With a quarter of a head of 256 rotated, dividing by 256 would turn the last pair 1e4 times too fast."""
+    """With a quarter of a head of 256 rotated, dividing by 256 would turn the last pair 1e4 times too fast."""
     cos, _ = rope_angles(torch.tensor([1]), 64, THETA, torch.float64)
     last = math.acos(cos[0, 31].item())
     assert last == pytest.approx(THETA ** (-62 / 64), rel=1e-2)
@@ -58,7 +58,7 @@ def test_rope_keeps_lengths():
 
 
 def test_a_constant_offset_of_all_positions_is_invisible_in_the_scores():
-    """MODEL.md 10: which is why only a *change* of offset between prefill and decode can be seen (0.044), and must be tested."""
+    """This is why only a *change* of offset between prefill and decode can be seen (0.044), and must be tested."""
     q, k = randn(6, 1, 16), randn(6, 1, 16, seed=1)
 
     def scores(q_positions, k_positions):
