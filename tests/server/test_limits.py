@@ -202,7 +202,8 @@ def test_a_full_queue_is_503_before_a_stream_starts(llm):
                 response = complete(client, stream=stream)
                 assert error_of(response, 503)["code"] == "queue_full" and response.headers["retry-after"] == "1"
         waiting.join(30)
-        assert answers[0].status_code == 200 and client.app_gate().choices == 0
+        assert answers[0].status_code == 200
+        wait_for(lambda: client.app_gate().choices == 0)  # that the two streams were left, the server learns a moment later
         all_free(llm.engine)
 
 
