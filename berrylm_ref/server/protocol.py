@@ -102,13 +102,6 @@ def check_stream(stream: bool | None, options: StreamOptions | None) -> None:
         raise ApiError(400, "stream_options: expected only with stream: true", "stream_options")
 
 
-def named_field(message: str) -> str | None:
-    """The argument that an error of ours names: "operation: argument: expected ..., got ..."."""
-    parts = message.split(": ")
-    name = parts[1] if len(parts) > 2 else None
-    return "prompt" if name == "prompts" else name
-
-
 class CompletionAnswer:
     """The text_completion objects of one call, whole or in chunks; choices are counted prompt by prompt."""
 

@@ -2,33 +2,13 @@
 
 import openai
 import pytest
-from chat_models import Asker, Scripted
-from served import all_free, serving
+from served import all_free
 
 from berrylm_ref import SamplingParams
 from berrylm_ref.chat import ReasoningParser
 from berrylm_ref.chat.template import ChatTemplate
 
 OFF = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
-
-
-@pytest.fixture(scope="module")
-def scripted():
-    with Scripted() as model:
-        yield model
-
-
-@pytest.fixture(scope="module")
-def http(scripted):
-    with serving(scripted.llm) as client:
-        yield client
-
-
-@pytest.fixture
-def ask(http, scripted):
-    with openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client:
-        yield Asker(client)
-    scripted.says = None
 
 
 def prompt_of(llm, messages, **options):
