@@ -32,7 +32,7 @@ def expect_floats(op: str, **tensors: Tensor | None) -> None:
 
 
 def expect_shape(op: str, name: str, x: Tensor | None, shape: tuple[int, ...]) -> None:
-    if x is None or tuple(x.shape) != shape:
+    if x is None or x.shape != shape:
         raise ValueError(f"{op}: {name}: expected shape {shape}, got {None if x is None else tuple(x.shape)}")
 
 
@@ -57,6 +57,15 @@ def packed_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def cdiv(n: int, size: int) -> int:
+    """triton.cdiv, and below triton.next_power_of_2, take the host 2 us each."""
+    return -(-n // size)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length() if n > 0 else 0
+
+
 def warps_for(elements: int, per_warp: int = 512) -> int:
     """Warps for a tile of so many elements; the default gives a lane two 16-byte loads of bfloat16."""
-    return max(1, min(16, triton.next_power_of_2(elements) // per_warp))
+    return max(1, min(16, next_power_of_2(elements) // per_warp))

@@ -16,8 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from .arguments import expect_dtype, expect_floats, expect_integers, expect_shape, warps_for
+from .arguments import cdiv, expect_dtype, expect_floats, expect_integers, expect_shape, next_power_of_2, warps_for
 from .attention_decode import decode_rows
+from .launch import launch
 from .qk_rope import qk_norm_rope
 
 __all__ = ["attend", "paged_attention", "qk_norm_rope"]
@@ -50,11 +51,12 @@ def _store_gated(o: Tensor, gate: Tensor | None, out: Tensor) -> None:
         return
     o = o if o.stride(-1) == 1 else o.contiguous()
     T, HQ, D = o.shape
-    BD = triton.next_power_of_2(D)
+    BD = next_power_of_2(D)
     BR = max(1, TILE // BD)
-    _gate_kernel[(triton.cdiv(T * HQ, BR),)](
-        o, gate, out, *o.stride()[:2], *gate.stride()[:2], T * HQ, HQ, D, BR, BD, num_warps=warps_for(BR * BD)
-    )
+    launch(
+        _gate_kernel, (cdiv(T * HQ, BR),), (o, gate, out), (*o.stride()[:2], *gate.stride()[:2], T * HQ),
+        dict(HQ=HQ, D=D, BR=BR, BD=BD), num_warps=warps_for(BR * BD),
+    )  # fmt: skip
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .arguments import expect_dtype, expect_floats, expect_shape, packed_rows, warps_for
+from .arguments import expect_dtype, expect_floats, expect_shape, next_power_of_2, packed_rows, warps_for
+from .launch import launch
 from .overlap import await_earlier, options, overlaps
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -88,12 +89,13 @@ def _launch(
         committed = committed.contiguous()
     mixed = torch.empty((P, D), dtype=h.dtype, device=h.device)
     normed = None if norm_weight is None else torch.empty_like(mixed)
-    BD, pdl = triton.next_power_of_2(D), overlaps(P, h)
+    BD, pdl = next_power_of_2(D), overlaps(P, h)
     if P:
-        _attn_res_kernel[(P,)](
-            h, committed, pseudo_query.contiguous(), gate, None if norm_weight is None else norm_weight.contiguous(),
-            mixed, normed, h.stride(0), committed.stride(0), committed.stride(1), committed.shape[0], eps, norm_eps,
-            D, BD, gate is not None, norm_weight is not None, pdl,
+        norm_weight = None if norm_weight is None else norm_weight.contiguous()
+        launch(
+            _attn_res_kernel, (P,), (h, committed, pseudo_query.contiguous(), gate, norm_weight, mixed, normed),
+            (h.stride(0), committed.stride(0), committed.stride(1), committed.shape[0], eps, norm_eps),
+            dict(D=D, BD=BD, IS_GATED=gate is not None, USE_NORM=norm_weight is not None, PDL=pdl),
             num_warps=warps_for(BD), enable_fp_fusion=False, **options(pdl),
         )  # fmt: skip
     return mixed, normed

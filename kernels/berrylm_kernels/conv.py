@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .arguments import expect_floats, expect_integers, expect_shape, packed_rows
+from .arguments import cdiv, expect_floats, expect_integers, expect_shape, next_power_of_2, packed_rows
+from .launch import launch
 
 BT, BC = 16, 256  # rows and channels of a tile
 MANY = 2048  # rows from which on a program takes four tiles instead of one, to load its weights less often
@@ -131,9 +132,10 @@ def causal_conv(x: Tensor, weight: Tensor, windows: Tensor, cu_seqlens: Tensor) 
     y, new_windows = torch.empty((P, C), dtype=x.dtype, device=x.device), torch.empty_like(windows)
     steps = 4 if P >= MANY else 1
     if P + N:
-        _conv_kernel[(triton.cdiv(C, BC) * (triton.cdiv(P, BT * steps) + N),)](
-            x, weight.contiguous(), windows, cu_seqlens.contiguous(), y, new_windows, x.stride(0), P, N,
-            C, W, BT, BA, BC, steps, min(128, triton.next_power_of_2(max(N, 1))), num_warps=8,
+        launch(
+            _conv_kernel, (cdiv(C, BC) * (cdiv(P, BT * steps) + N),),
+            (x, weight.contiguous(), windows, cu_seqlens.contiguous(), y, new_windows), (x.stride(0), P, N),
+            dict(C=C, W=W, BT=BT, BA=BA, BC=BC, STEPS=steps, BN=min(128, next_power_of_2(max(N, 1)))), num_warps=8,
         )  # fmt: skip
     return y, new_windows
 

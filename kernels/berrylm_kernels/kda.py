@@ -111,7 +111,8 @@ def chunk_kda_tier(
             if x.chunks:
                 kda_front.front(x, scratch)
             o, final, kept = kda_state.state(x, scratch, output_final_state)
-    o = o.view(v.shape)
+    if o.shape != v.shape:
+        o = o.view(v.shape)
     if kept is None:
         return o, final
     return o, final, kept if x.places is None else kept[x.places]
@@ -128,4 +129,9 @@ def hopper_available(x: KDACall) -> bool:
     """Whether the Hopper tier takes this call."""
     if INTERPRETED or x.intra != "dyadic" or x.q.dtype != torch.bfloat16 or x.heads[2:] != (128, 128):
         return False
-    return torch.cuda.get_device_capability(x.q.device)[0] == 9
+    return _is_hopper(x.q.device)
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9

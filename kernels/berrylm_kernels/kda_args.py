@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-import triton
 from torch import Tensor
 
-from .arguments import INTERPRETED, expect_shape
+from .arguments import INTERPRETED, expect_shape, next_power_of_2
 
 CHUNK = 64  # tokens a chunk; the front kernel's ladder has log2(CHUNK) levels
 INTRA = ("dyadic", "difference", "clamped", "sglang")
@@ -20,13 +19,14 @@ SGLANG_TILES = 256  # its heuristic: chunks * value heads up to which it takes t
 
 @dataclass(slots=True)
 class KDACall:
-    """One checked call. q, k, v, g, beta may have any token stride; inside a token they are contiguous."""
+    """One checked call. The tokens of q, k, v, g, beta lie at one stride, of any size, whether in [P, ..] or in [B, T, ..] (a
+    view costs the host 1 us); inside a token they are contiguous."""
 
-    q: Tensor  # [P, H, K]
-    k: Tensor  # [P, H, K]
-    v: Tensor  # [P, HV, V]
-    g: Tensor  # [P, HV, K], natural log, or the raw gate
-    beta: Tensor  # [P, HV], or its logit
+    q: Tensor  # [.., H, K]
+    k: Tensor  # [.., H, K]
+    v: Tensor  # [.., HV, V]
+    g: Tensor  # [.., HV, K], natural log, or the raw gate
+    beta: Tensor  # [.., HV], or its logit
     scale: float
     l2norm: bool
     raw_gate: bool
@@ -45,7 +45,14 @@ class KDACall:
 
     @property
     def heads(self) -> tuple[int, int, int, int]:
-        return self.q.shape[1], self.v.shape[1], self.q.shape[2], self.v.shape[2]
+        *_, H, K = self.q.shape
+        *_, HV, V = self.v.shape
+        return H, HV, K, V
+
+    @property
+    def strides(self) -> tuple[int, int, int, int, int]:
+        """From token to token of q, k, v, g and beta."""
+        return self.q.stride(-3), self.k.stride(-3), self.v.stride(-3), self.g.stride(-3), self.beta.stride(-2)
 
 
 def check_call(
@@ -170,14 +177,13 @@ def _count_chunks(lengths: list[int]) -> int:
 
 
 def _by_token(x: Tensor) -> Tensor:
-    """[B, T, ...] -> [P, ...] with whatever token stride x has; copied only if that stride is not uniform or a token is
-    not contiguous."""
-    x = x.flatten(0, 1)
-    if x.dim() == 3:
-        inner = x.stride(2) == 1 and x.stride(1) == x.shape[2]
-    else:
-        inner = x.stride(1) == 1
-    return x if inner else x.contiguous()
+    """x [B, T, ...] as it is, or as [P, ...] if only that has one token stride; copied only if nothing has or a token is not
+    contiguous."""
+    B, T, *_, width = x.shape
+    sequence, token, *inside = x.stride()
+    if B != 1 and sequence != T * token:
+        x = x.flatten(0, 1)
+    return x if inside == [width, 1][-len(inside) :] else x.contiguous()
 
 
 def _boundary_table(
@@ -216,7 +222,7 @@ def _boundary_table(
 @cache
 def padded(width: int) -> int:
     """The power of two a head size is padded to in tiles and in scratch."""
-    return triton.next_power_of_2(width)
+    return next_power_of_2(width)
 
 
 class Scratch:

@@ -19,6 +19,7 @@ import triton.language as tl
 
 from .kda_args import CHUNK, KDACall, Scratch, padded
 from .kda_scores import FORMS, clamped_scores, difference_scores, dyadic_scores
+from .launch import launch
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -188,14 +189,14 @@ def front(x: KDACall, s: Scratch) -> None:
     PK, PV = padded(K), padded(V)
     BK, BV = tiling(PK, PV, x.q.dtype, x.intra)
     TOT = torch.empty(x.chunks * HV * CHUNK * BK, dtype=torch.float32, device=x.q.device)
-    kda_front_kernel[(x.chunks * HV,)](
-        x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens,
-        s.W, s.U, s.QG, s.KG, s.AQ, s.DD, TOT,
-        x.T, x.N, x.q.stride(0), x.k.stride(0), x.v.stride(0), x.g.stride(0), x.beta.stride(0),
-        x.scale, 0.0 if x.lower_bound is None else x.lower_bound,
-        H=H, HV=HV, K=K, V=V, BK=BK, PK=PK, BV=BV, PV=PV, BN=padded(max(x.N, 16)),
-        FORM=FORMS[x.intra], L2NORM=x.l2norm, RAW=x.raw_gate, BOUND=x.lower_bound is not None, LOGIT=x.beta_logit,
-        PACKED=x.cu_seqlens is not None, num_warps=8, num_stages=1,
+    launch(
+        kda_front_kernel, (x.chunks * HV,),
+        (x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, s.W, s.U, s.QG, s.KG, s.AQ, s.DD, TOT),
+        (x.T, x.N, *x.strides, x.scale, 0.0 if x.lower_bound is None else x.lower_bound),
+        dict(H=H, HV=HV, K=K, V=V, BK=BK, PK=PK, BV=BV, PV=PV, BN=padded(max(x.N, 16)),
+             FORM=FORMS[x.intra], L2NORM=x.l2norm, RAW=x.raw_gate, BOUND=x.lower_bound is not None, LOGIT=x.beta_logit,
+             PACKED=x.cu_seqlens is not None),
+        num_warps=8, num_stages=1,
     )  # fmt: skip
 
 

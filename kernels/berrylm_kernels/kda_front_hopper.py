@@ -35,6 +35,7 @@ from .hopper_tiles import (
 )
 from .kda_args import KDACall, Scratch, padded
 from .kda_scores_hopper import chunk_scores, chunk_sums
+from .launch import launch
 
 
 @gluon.jit
@@ -264,11 +265,11 @@ def kda_front_hopper_kernel(
 def front(x: KDACall, s: Scratch) -> None:
     """Fill the scratch tensors of every tile."""
     H, HV, _, _ = x.heads
-    kda_front_hopper_kernel[(x.chunks * HV,)](
-        x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens,
-        s.W, s.U, s.QG, s.KG, s.AQ, s.DD,
-        x.T, x.N, x.q.stride(0), x.k.stride(0), x.v.stride(0), x.g.stride(0), x.beta.stride(0),
-        x.scale, 0.0 if x.lower_bound is None else x.lower_bound,
-        H=H, HV=HV, BN=padded(max(x.N, 128)), L2NORM=x.l2norm, RAW=x.raw_gate, BOUND=x.lower_bound is not None,
-        LOGIT=x.beta_logit, PACKED=x.cu_seqlens is not None, num_warps=4,
+    launch(
+        kda_front_hopper_kernel, (x.chunks * HV,),
+        (x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, s.W, s.U, s.QG, s.KG, s.AQ, s.DD),
+        (x.T, x.N, *x.strides, x.scale, 0.0 if x.lower_bound is None else x.lower_bound),
+        dict(H=H, HV=HV, BN=padded(max(x.N, 128)), L2NORM=x.l2norm, RAW=x.raw_gate, BOUND=x.lower_bound is not None,
+             LOGIT=x.beta_logit, PACKED=x.cu_seqlens is not None),
+        num_warps=4,
     )  # fmt: skip

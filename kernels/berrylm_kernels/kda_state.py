@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .kda_args import KDACall, Scratch, padded
+from .launch import launch
 
 
 @triton.jit
@@ -122,12 +123,14 @@ def state(x: KDACall, s: Scratch, output_final_state: bool) -> tuple[Tensor, Ten
     if not x.N:
         return o, final, kept
     BV, stages, warps = tiling(BK, PV, x.q.dtype)
-    kda_state_kernel[(PV // BV * HV * x.N,)](
-        s.W, s.U, s.QG, s.KG, s.AQ, s.DD, x.initial_state, o, final, x.cu_seqlens, x.boundaries, kept,
-        x.T, x.N, M, x.chunks,
-        HV=HV, K=K, V=V, BK=BK, PV=PV, BV=BV, BN=padded(max(x.N, 16)), BM=padded(max(M, 16)),
-        INITIAL=x.initial_state is not None, FINAL=output_final_state, KEPT=M > 0, PACKED=x.cu_seqlens is not None,
-        STAGES=stages, num_warps=warps,
+    launch(
+        kda_state_kernel, (PV // BV * HV * x.N,),
+        (s.W, s.U, s.QG, s.KG, s.AQ, s.DD, x.initial_state, o, final, x.cu_seqlens, x.boundaries, kept),
+        (x.T, x.N, M, x.chunks),
+        dict(HV=HV, K=K, V=V, BK=BK, PV=PV, BV=BV, BN=padded(max(x.N, 16)), BM=padded(max(M, 16)),
+             INITIAL=x.initial_state is not None, FINAL=output_final_state, KEPT=M > 0, PACKED=x.cu_seqlens is not None,
+             STAGES=stages),
+        num_warps=warps,
     )  # fmt: skip
     return o, final, kept
 

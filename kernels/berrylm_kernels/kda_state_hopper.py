@@ -26,6 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .hopper_tiles import ACC, LEFT, LEFT_WIDE, ROWS, TILE, WIDE, barrier, clamped_offsets, fixed, tma_load
 from .kda_args import KDACall, Scratch, padded
+from .launch import launch
 
 STAGES = fixed(3)
 DECAY = fixed(gl.NVMMASharedLayout(0, 32, 2))  # shared memory of one chunk's decay, [1, 128] in fp32
@@ -251,12 +252,13 @@ def state(x: KDACall, s: Scratch, output_final_state: bool) -> tuple[Tensor, Ten
     final = torch.empty(x.N, HV, K, V, device=device) if output_final_state else None
     M = 0 if x.boundaries is None else x.boundaries.shape[0]
     kept = None if x.boundaries is None else torch.empty(M, HV, K, V, device=device)
-    kda_state_hopper_kernel[(2 * HV * x.N,)](
-        *descriptors(s.W.data_ptr(), s.U.data_ptr(), s.DD.data_ptr(), x.chunks * HV),
-        x.initial_state, o, final, x.cu_seqlens, x.boundaries, kept,
-        x.T, x.N, M, x.chunks,
-        HV=HV, BN=padded(max(x.N, 128)), BM=padded(max(M, 128)),
-        INITIAL=x.initial_state is not None, FINAL=output_final_state, KEPT=M > 0, PACKED=x.cu_seqlens is not None,
+    launch(
+        kda_state_hopper_kernel, (2 * HV * x.N,),
+        (*descriptors(s.W.data_ptr(), s.U.data_ptr(), s.DD.data_ptr(), x.chunks * HV),
+         x.initial_state, o, final, x.cu_seqlens, x.boundaries, kept),
+        (x.T, x.N, M, x.chunks),
+        dict(HV=HV, BN=padded(max(x.N, 128)), BM=padded(max(M, 128)),
+             INITIAL=x.initial_state is not None, FINAL=output_final_state, KEPT=M > 0, PACKED=x.cu_seqlens is not None),
         num_warps=4,
     )  # fmt: skip
     return o, final, kept

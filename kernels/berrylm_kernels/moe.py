@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from .arguments import expect_dtype, expect_floats, expect_shape, packed_rows
+from .arguments import cdiv, expect_dtype, expect_floats, expect_shape, packed_rows
 from .moe_few import moe_few
 from .moe_gemm import launch_combine, launch_down, launch_gate_up
 from .moe_router import launch_route, plan, project_logits
@@ -63,7 +63,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     F, rows = gate_up.shape[-1] // 2, packed_rows(gate_up)
     out = torch.empty((*gate_up.shape[:-1], F), dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
-        _swiglu_kernel[(triton.cdiv(out.numel(), 1024),)](rows, out, rows.stride(0), out.numel(), F, 1024, num_warps=4)
+        _swiglu_kernel[(cdiv(out.numel(), 1024),)](rows, out, rows.stride(0), out.numel(), F, 1024, num_warps=4)
     return out
 
 
@@ -107,7 +107,7 @@ def moe(
         first, second = tiles(P * top_k / E, x.dtype)
         weights, rows, order, blocks = plan(logits, top_k, normalise, is_fused, first.BM)
         hidden = launch_gate_up(x, gate_up_proj, shared_gate_up, order, blocks, first)
-        y = launch_down(hidden, down_proj, shared_down, blocks, is_fused * triton.cdiv(P, first.BM), second, overlaps(P, x))
+        y = launch_down(hidden, down_proj, shared_down, blocks, is_fused * cdiv(P, first.BM), second, overlaps(P, x))
         out = launch_combine(y, rows, weights, gate_logits if is_fused else None, added)
     if is_fused:
         return out

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .arguments import cdiv, next_power_of_2
+from .launch import launch
 from .moe_persistent import launch_down_persistent
 from .moe_router import is_aligned
 from .moe_tiles import Tile
@@ -155,11 +157,12 @@ def launch_gate_up(x, gate_up_proj, shared_gate_up, order, blocks, tile: Tile) -
     """silu(gate x) * (up x), [rows, F]; x [P, D] with contiguous rows."""
     E, twice, D = gate_up_proj.shape
     hidden = torch.empty((order.shape[0], twice // 2), dtype=x.dtype, device=x.device)
-    grid, pdl = ((blocks.shape[0] - 1) * triton.cdiv(twice // 2, tile.BN),), overlaps(x.shape[0], x)
-    _gate_up_kernel[grid](
-        x, gate_up_proj, *shared_gate_up, order, blocks, hidden, x.stride(0), x.shape[0],
-        E, D, twice // 2, tile.BM, tile.BN, tile.BK, is_aligned(twice // 2 * D, gate_up_proj, *shared_gate_up),
-        tile.halves, pdl, num_warps=tile.warps, num_stages=tile.stages, **options(pdl),
+    grid, pdl = ((blocks.shape[0] - 1) * cdiv(twice // 2, tile.BN),), overlaps(x.shape[0], x)
+    launch(
+        _gate_up_kernel, grid, (x, gate_up_proj, *shared_gate_up, order, blocks, hidden), (x.stride(0), x.shape[0]),
+        dict(E=E, D=D, F=twice // 2, BM=tile.BM, BN=tile.BN, BK=tile.BK,
+             IS_ALIGNED=is_aligned(twice // 2 * D, gate_up_proj, *shared_gate_up), USE_HALVES=tile.halves, PDL=pdl),
+        num_warps=tile.warps, num_stages=tile.stages, **options(pdl),
     )  # fmt: skip
     return hidden
 
@@ -170,9 +173,10 @@ def launch_down(hidden, down_proj, shared_down, blocks, shared_blocks: int, tile
     if tile.per_multiprocessor and D % tile.BN == 0 and F % tile.BK == 0 and is_aligned(F, down_proj, shared_down):
         return launch_down_persistent(hidden, down_proj, shared_down, blocks, shared_blocks, tile)
     y = torch.empty((hidden.shape[0], D), dtype=hidden.dtype, device=hidden.device)
-    _down_kernel[((blocks.shape[0] - 1) * triton.cdiv(D, tile.BN),)](
-        hidden, down_proj, shared_down, blocks, y, F,
-        E, D, F, tile.BM, tile.BN, tile.BK, pdl, num_warps=tile.warps, num_stages=tile.stages, **options(pdl),
+    launch(
+        _down_kernel, ((blocks.shape[0] - 1) * cdiv(D, tile.BN),), (hidden, down_proj, shared_down, blocks, y), (F,),
+        dict(E=E, D=D, F=F, BM=tile.BM, BN=tile.BN, BK=tile.BK, PDL=pdl),
+        num_warps=tile.warps, num_stages=tile.stages, **options(pdl),
     )  # fmt: skip
     return y
 
@@ -181,9 +185,11 @@ def launch_combine(y, rows, weights, gate_logits, residual) -> Tensor:
     """[P, D]; without the shared expert gate_logits is None, without a residual that."""
     (top_k, P), D = weights.shape, y.shape[1]
     out = torch.empty((P, D), dtype=y.dtype, device=y.device)
-    BD, pdl = min(1024, triton.next_power_of_2(D)), overlaps(P, y)
-    _combine_kernel[(P, triton.cdiv(D, BD))](
-        y, rows, weights, gate_logits, residual, out, *(0 if x is None else x.stride(0) for x in (gate_logits, residual)), P,
-        D, top_k, BD, gate_logits is not None, residual is not None, pdl, num_warps=max(1, BD // 256), **options(pdl),
+    BD, pdl = min(1024, next_power_of_2(D)), overlaps(P, y)
+    launch(
+        _combine_kernel, (P, cdiv(D, BD)), (y, rows, weights, gate_logits, residual, out),
+        (*(0 if x is None else x.stride(0) for x in (gate_logits, residual)), P),
+        dict(D=D, TOP_K=top_k, BD=BD, USE_SHARED=gate_logits is not None, USE_RESIDUAL=residual is not None, PDL=pdl),
+        num_warps=max(1, BD // 256), **options(pdl),
     )  # fmt: skip
     return out

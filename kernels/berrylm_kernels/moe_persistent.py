@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .launch import launch
 from .moe_tiles import Tile
 
 
@@ -65,8 +66,9 @@ def launch_down_persistent(
     programs = multiprocessors * tile.per_multiprocessor
     routed = TensorDescriptor.from_tensor(down_proj.view(E * D, F), [BN, BK])
     shared = TensorDescriptor.from_tensor(shared_down, [BN, BK]) if shared_blocks else routed
-    _down_persistent_kernel[(programs,)](
-        TensorDescriptor.from_tensor(hidden, [BM, BK]), routed, shared, blocks, y, shared_blocks, blocks.shape[0] - 1,
-        E, D, F, BM, BN, BK, programs, num_warps=tile.warps, num_stages=tile.stages,
+    launch(
+        _down_persistent_kernel, (programs,),
+        (TensorDescriptor.from_tensor(hidden, [BM, BK]), routed, shared, blocks, y), (shared_blocks, blocks.shape[0] - 1),
+        dict(E=E, D=D, F=F, BM=BM, BN=BN, BK=BK, PROGRAMS=programs), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .arguments import cdiv, next_power_of_2
+from .launch import launch
 from .overlap import await_earlier, options, overlaps
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)
@@ -209,10 +211,10 @@ def project_logits(x: Tensor, router: Tensor, shared_gate: Tensor) -> Tensor:
     """x [P, D] times the router and the shared expert's gate: [P, E + 1] in x's dtype. Made for a few tokens."""
     (P, D), E = x.shape, router.shape[0]
     logits = torch.empty((P, E + 1), dtype=x.dtype, device=x.device)
-    BN, BK, pdl = 4, min(1024, triton.next_power_of_2(D)), overlaps(P, x)
-    _logits_kernel[(triton.cdiv(E + 1, BN), P)](
-        x, router, shared_gate, logits, x.stride(0), E, D, BN, BK, is_aligned(D, router, shared_gate), pdl,
-        num_warps=4, **options(pdl),
+    BN, BK, pdl = 4, min(1024, next_power_of_2(D)), overlaps(P, x)
+    launch(
+        _logits_kernel, (cdiv(E + 1, BN), P), (x, router, shared_gate, logits), (x.stride(0),),
+        dict(E=E, D=D, BN=BN, BK=BK, IS_ALIGNED=is_aligned(D, router, shared_gate), PDL=pdl), num_warps=4, **options(pdl),
     )  # fmt: skip
     return logits
 
@@ -223,9 +225,10 @@ def launch_route(
 ) -> None:  # fmt: skip
     """logits [P, E]; weights, experts and ranks [P, top_k], or [top_k, P] when ``slot_major``; counts [E, APART], zero."""
     P, E = logits.shape
-    _route_kernel[(P,)](
-        logits, weights, experts, counts, ranks, logits.stride(0), 1 if slot_major else top_k, P if slot_major else 1,
-        E, triton.next_power_of_2(E), top_k, normalise, ranks is not None, num_warps=1,
+    launch(
+        _route_kernel, (P,), (logits, weights, experts, counts, ranks),
+        (logits.stride(0), 1 if slot_major else top_k, P if slot_major else 1),
+        dict(E=E, BE=next_power_of_2(E), TOP_K=top_k, IS_NORMALISED=normalise, USE_RANKS=ranks is not None), num_warps=1,
     )  # fmt: skip
 
 
@@ -239,24 +242,26 @@ def plan(logits: Tensor, top_k: int, normalise: bool, with_shared: bool, BM: int
     P, E = logits.shape
     routed, slots = P * top_k, top_k + with_shared
     hit = min(E, routed)
-    blocks = (routed - hit) // BM + hit + with_shared * triton.cdiv(P, BM)  # worst case
+    blocks = (routed - hit) // BM + hit + with_shared * cdiv(P, BM)  # worst case
     weights = torch.empty((top_k, P), dtype=torch.float32, device=logits.device)
     # One allocation each: a view into another's middle may be less aligned, and Triton would compile for that once more.
     rows, order = (torch.empty((slots, P), dtype=torch.int32, device=logits.device) for _ in range(2))
     block_list = torch.empty((blocks + 1, 3), dtype=torch.int32, device=logits.device)
-    BE, BP = triton.next_power_of_2(E), triton.next_power_of_2(P)
+    BE, BP = next_power_of_2(E), next_power_of_2(P)
     if BP * BE <= ONE_PROGRAM:
         pdl = overlaps(P, logits)
-        _plan_at_once_kernel[(1,)](
-            logits, weights, rows, order, block_list, logits.stride(0), P, blocks,
-            E, BE, top_k, normalise, BM, BP, with_shared, pdl, num_warps=8, **options(pdl),
+        launch(
+            _plan_at_once_kernel, (1,), (logits, weights, rows, order, block_list), (logits.stride(0), P, blocks),
+            dict(E=E, BE=BE, TOP_K=top_k, IS_NORMALISED=normalise, BM=BM, BP=BP, USE_SHARED=with_shared, PDL=pdl),
+            num_warps=8, **options(pdl),
         )  # fmt: skip
         return weights, rows, order.view(-1), block_list
     counts = torch.zeros((E, APART.value), dtype=torch.int32, device=logits.device)
     experts, ranks = (torch.empty((top_k, P), dtype=torch.int32, device=logits.device) for _ in range(2))
     launch_route(logits, top_k, normalise, weights, experts, True, counts, ranks)
     BT = 64
-    _plan_kernel[(triton.cdiv(blocks, BT) + triton.cdiv(slots * P, BT),)](
-        experts, counts, ranks, rows, order, block_list, P, slots * P, blocks, E, BE, top_k, BM, BT, num_warps=4
-    )
+    launch(
+        _plan_kernel, (cdiv(blocks, BT) + cdiv(slots * P, BT),), (experts, counts, ranks, rows, order, block_list),
+        (P, slots * P, blocks), dict(E=E, BE=BE, TOP_K=top_k, BM=BM, BT=BT), num_warps=4,
+    )  # fmt: skip
     return weights, rows, order.view(-1), block_list

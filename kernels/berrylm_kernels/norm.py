@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .arguments import expect_dtype, expect_floats, expect_shape, packed_rows, warps_for
+from .arguments import cdiv, expect_dtype, expect_floats, expect_shape, next_power_of_2, packed_rows, warps_for
+from .launch import launch
 from .overlap import await_earlier, options, overlaps
 
 L2_EPS = 1e-6
@@ -63,7 +64,7 @@ def _gated_rms_norm_kernel(
 
 def _tile(width: int) -> tuple[int, int, int]:
     """BR, BD and warps."""
-    BD = triton.next_power_of_2(width)
+    BD = next_power_of_2(width)
     BR = max(1, TILE // BD)
     return BR, BD, warps_for(BR * BD)
 
@@ -76,9 +77,11 @@ def _launch_rms_norm(x: Tensor, y: Tensor | None, weight: Tensor | None, eps: fl
     (R, D), (BR, BD, warps) = rows.shape, _tile(x.shape[-1])
     pdl = overlaps(R, x)
     if R:
-        _rms_norm_kernel[(triton.cdiv(R, BR),)](
-            rows, others, weight, added, out, rows.stride(0), 0 if y is None else others.stride(0), R, eps,
-            D, BR, BD, y is not None, weight is not None, mean, pdl, num_warps=warps, **options(pdl),
+        launch(
+            _rms_norm_kernel, (cdiv(R, BR),),
+            (rows, others, weight, added, out), (rows.stride(0), 0 if y is None else others.stride(0), R, eps),
+            dict(D=D, BR=BR, BD=BD, USE_ADD=y is not None, USE_WEIGHT=weight is not None, IS_MEAN=mean, PDL=pdl),
+            num_warps=warps, **options(pdl),
         )  # fmt: skip
     return added, out
 
@@ -116,9 +119,11 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     x, z = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, z))
     (P, H, D), (BR, BD, warps) = x.shape, _tile(x.shape[-1])
     if P * H:
-        _gated_rms_norm_kernel[(triton.cdiv(P * H, BR),)](
-            x, z, weight.contiguous(), out, *x.stride()[:2], *z.stride()[:2], P * H, eps, H, D, BR, BD, num_warps=warps
-        )
+        launch(
+            _gated_rms_norm_kernel, (cdiv(P * H, BR),),
+            (x, z, weight.contiguous(), out), (*x.stride()[:2], *z.stride()[:2], P * H, eps),
+            dict(H=H, D=D, BR=BR, BD=BD), num_warps=warps,
+        )  # fmt: skip
     return out
 
 

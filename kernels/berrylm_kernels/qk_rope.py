@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .arguments import expect_dtype, expect_floats, expect_integers, expect_shape, warps_for
+from .arguments import cdiv, expect_dtype, expect_floats, expect_integers, expect_shape, next_power_of_2, warps_for
+from .launch import launch
 from .overlap import await_earlier, options, overlaps
 
 TILE = 2048  # elements a program holds
@@ -128,13 +129,15 @@ def qk_norm_rope(
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     (P, HQ, D), HK, R = q.shape, k.shape[1], cos.shape[1]
     q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
-    BD = triton.next_power_of_2(D)
+    BD = next_power_of_2(D)
     BR, pdl = max(1, TILE // BD), overlaps(P, q)
     if P:
-        _qk_norm_rope_kernel[(triton.cdiv(P * HQ, BR) + (2 if append else 1) * triton.cdiv(P * HK, BR),)](
-            q, k, v, q_weight.contiguous(), k_weight.contiguous(), cos.contiguous(), sin.contiguous(), q_out, k_out,
-            k_pages, v_pages, places, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], P, eps, HQ, HK, D, R, BR, BD,
-            triton.next_power_of_2(max(R // 2, 1)), append is not None, pdl,
+        launch(
+            _qk_norm_rope_kernel, (cdiv(P * HQ, BR) + (2 if append else 1) * cdiv(P * HK, BR),),
+            (q, k, v, q_weight.contiguous(), k_weight.contiguous(), cos.contiguous(), sin.contiguous(), q_out, k_out,
+             k_pages, v_pages, places),
+            (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], P, eps),
+            dict(HQ=HQ, HK=HK, D=D, R=R, BR=BR, BD=BD, BH=next_power_of_2(max(R // 2, 1)), APPEND=append is not None, PDL=pdl),
             num_warps=warps_for(BR * BD), enable_fp_fusion=False, **options(pdl),
         )  # fmt: skip
     return q_out, k_out, gate
