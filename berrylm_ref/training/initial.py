@@ -1,7 +1,5 @@
 """The weights a training begins with."""
 
-import math
-
 import torch
 
 from ..model import BerryLM
@@ -13,14 +11,15 @@ GAIN = 0.5  # of a projection: its outputs for unit inputs
 
 @torch.no_grad()
 def initialise(model: BerryLM, seed: int) -> None:
-    """In place, on the CPU. Forget rates exp(A_log) are geometric from 1 to 72 over the heads and dt_bias is uniform: some
-    channels forget at once, others hardly ever. What adds to the residual stream is scaled by 1 / sqrt(2 layers)."""
+    """In place, on the CPU. Forget rates exp(A_log) rise evenly to 72 over the heads and dt_bias is uniform: a quarter of the
+    channels forgets nearly everything from one token to the next, others hardly anything in dozens. What adds to the residual
+    stream is scaled by 1 / sqrt(2 layers)."""
     c, r = model.config, torch.Generator().manual_seed(seed)
     depth = (2 * c.num_hidden_layers) ** -0.5
     for name, p in model.named_parameters():
         kind = name.rpartition(".")[0].rpartition(".")[2]  # of the module
         if name.endswith("A_log"):
-            p.copy_(torch.linspace(0, math.log(MOST_RATE), p.numel()))
+            p.copy_(torch.linspace(0, MOST_RATE, p.numel() + 1)[1:].log())
         elif name.endswith("dt_bias"):
             p.uniform_(*DT_BIAS, generator=r)
         elif kind == "embed_tokens":

@@ -15,18 +15,18 @@ from .tool_use import listed, missing_tool, tool_exchange
 # kind -> share of the training tokens
 KINDS = {
     "problem": 0.30,  # word problems, thinking on
-    "drill": 0.26,  # bare calculations, thinking on
+    "drill": 0.20,  # bare calculations, thinking on
     "problem_direct": 0.06,  # the same, thinking off
     "drill_direct": 0.03,
-    "tool_call": 0.05,  # one call, up to the call
+    "tool_call": 0.06,  # one call, up to the call
     "tool_multi": 0.04,  # two or three calls, half of them with results and answer
     "tool_answer": 0.05,  # one call, its result and the answer
     "tool_unused": 0.02,  # tools listed, none needed or the needed one missing
     "talk": 0.04,
     "multi_turn": 0.04,
     "retrieval_256": 0.04,
-    "retrieval_1k": 0.04,
-    "retrieval_4k": 0.03,
+    "retrieval_1k": 0.07,
+    "retrieval_4k": 0.05,
 }
 SYSTEMS = [
     "You are BerryLM nano.",
