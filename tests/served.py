@@ -19,10 +19,10 @@ def free_port():
 
 
 @contextmanager
-def serving(llm, header_seconds=10, idle_seconds=5, **options):
-    """An httpx client of ``create_app(llm, "tiny", **options)``, which runs in a thread."""
+def serving(llm, header_seconds=10, idle_seconds=5, name="tiny", **options):
+    """An httpx client of ``create_app(llm, name, **options)``, which runs in a thread."""
     port = free_port()
-    app = create_app(llm, "tiny", **options)
+    app = create_app(llm, name, **options)
     server = GracefulServer(app, host="127.0.0.1", port=port, grace=1, header_seconds=header_seconds, idle_seconds=idle_seconds)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -20,7 +20,7 @@ from .gate import Gate
 from .guard import Guard
 from .limits import Limits
 from .metrics import CONTENT_TYPE, Metrics
-from .protocol import ApiError
+from .protocol import ApiError, check_model
 from .tokens import token_routes
 
 
@@ -44,7 +44,6 @@ def create_app(llm: LLM, model_name: str, limits: Limits | None = None, api_key:
     add_error_handlers(app)
     for router in (completions.router, chat_routes(llm, model_name), generate.router, token_routes(llm, model_name)):
         app.include_router(router)
-    started = int(time.time())
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -56,16 +55,22 @@ def create_app(llm: LLM, model_name: str, limits: Limits | None = None, api_key:
     async def metrics_text() -> Response:
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
+    card = {
+        "id": model_name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "berrylm",
+        "max_model_len": llm.config.max_position_embeddings,
+    }
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        card = {
-            "id": model_name,
-            "object": "model",
-            "created": started,
-            "owned_by": "berrylm",
-            "max_model_len": llm.config.max_position_embeddings,
-        }
         return {"object": "list", "data": [card]}
+
+    @app.get("/v1/models/{model:path}")  # a path: names may hold slashes
+    async def one_model(model: str) -> dict[str, Any]:
+        check_model(model, model_name)
+        return card
 
     return app
 
