@@ -1,6 +1,8 @@
 """The model at full size against itself in higher precision, and cached answers against uncached ones."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -74,7 +76,9 @@ def layer_profile(model: BerryLM, prompts: int, tokens: int) -> dict[str, Any]:
             found[name] = [distance(x, ref) for x, ref in zip(got, wanted, strict=True)]
             agreement[name].append(float((got[-1].argmax(-1) == best).float().mean()))
         rows.append(found)
-    ratios = [max(a / b if b else float(a > 0) for a, b in zip(row["ours"], row["torch"], strict=True)) for row in rows]
+        print(f"prompt {len(rows)}: logits off by {found['ours'][-1]:.4f}, torch's by {found['torch'][-1]:.4f}", flush=True)
+    ratios = [[a / b if b else float(a > 0) for a, b in zip(row["ours"], row["torch"], strict=True)] for row in rows]
+    largest, prompt, layer = max((ratio, n, i) for n, row in enumerate(ratios) for i, ratio in enumerate(row))
     return {
         "backend": model.backend.name,
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -83,28 +87,70 @@ def layer_profile(model: BerryLM, prompts: int, tokens: int) -> dict[str, Any]:
         "tokens": tokens,
         "rel_l2": rows,  # a prompt each; layer by layer, the logits last
         "top1_agreement": agreement,
-        "largest_ratio": max(ratios),
-        "within_budget": max(ratios) <= BUDGET,
+        "largest_ratio": largest,
+        "largest_at": {"prompt": prompt, "layer": layer},
+        "within_budget": largest <= BUDGET,
     }
 
 
 def same_answers(llm: LLM, prompts: int, tokens: int, new_tokens: int) -> dict[str, Any]:
-    """Greedy answers to prompts that the engine has not seen, then to the same again: the second time from the prefix cache."""
-    return compare_twice(llm, random_prompts(llm.config.vocab_size, prompts, tokens, "answers twice"), new_tokens)
+    """Greedy answers to prompts that the engine has not seen, then to the same again: the second time from the prefix cache.
+
+    The first time a forward ends where the reuse will begin, so that both compute the same products: those of another size round
+    differently, and among the tokens of a large vocabulary two are soon so close that this decides. The ids must be the same.
+    ``whole``: other prompts, the first time in forwards as large as they come; there the gaps say what rounding can have done.
+    """
+    vocab = llm.config.vocab_size
+    cut = compare_twice(llm, random_prompts(vocab, prompts, tokens, "answers twice"), new_tokens, cut=True)
+    whole = compare_twice(llm, random_prompts(vocab, prompts, tokens, "answers twice, whole"), new_tokens, cut=False)
+    for name, x in (("cut where the reuse begins", cut), ("whole", whole)):
+        hits, ids, far = x["cached_tokens"], "the same" if x["identical"] else "others", x["most_moved"]
+        print(f"{prompts} x {tokens} tokens, {name}: hits {hits}, ids {ids}, log p moved by {far:.2g}", flush=True)
+    return {**cut, "whole": whole}
 
 
-def compare_twice(llm: LLM, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+def compare_twice(llm: LLM, prompts: list[list[int]], new_tokens: int, cut: bool) -> dict[str, Any]:
     """Each prompt sent twice, alone. Where the ids part, the lead of the best token says whether rounding can have done it."""
     params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, logprobs=2)
-    firsts, seconds = ([llm.generate([p], params)[0] for p in prompts] for _ in range(2))
+    grid, firsts = llm.engine.cache.grid, []
+    reused = [(len(p) - 1) // grid * grid for p in prompts]
+    for prompt, depth in zip(prompts, reused, strict=True):
+        with forwards_that_end_at(llm, depth if cut else 0):
+            firsts.append(llm.generate([prompt], params)[0])
+    seconds = [llm.generate([p], params)[0] for p in prompts]
     pairs = list(zip(firsts, seconds, strict=True))
     return {
         "cached_tokens": [second.cached_tokens for second in seconds],
-        "expected_cached_tokens": [(len(p) - 1) // 64 * 64 for p in prompts],
+        "expected_cached_tokens": reused,
         "identical": all(a.token_ids == b.token_ids for a, b in pairs),
         "first_difference": [difference for a, b in pairs if (difference := first_difference(a, b))],
         "smallest_gap": min(gap(x) for a in firsts for x in a.logprobs),
+        "most_moved": max(moved(a, b) for a, b in pairs),
     }
+
+
+@contextmanager
+def forwards_that_end_at(llm: LLM, depth: int) -> Iterator[None]:
+    """Prompts in forwards of one length, one of which ends after ``depth`` tokens, a multiple of the grid; 0: as they come."""
+    scheduler, grid = llm.engine.scheduler, llm.engine.cache.grid
+    before = scheduler.token_budget
+    if depth:
+        scheduler.token_budget = max(n for n in range(grid, before + 1, grid) if depth % n == 0)
+    try:
+        yield
+    finally:
+        scheduler.token_budget = before
+
+
+def moved(a: Output, b: Output) -> float:
+    """By how much the log-probability of a chosen token differs, as far as the two answers agree."""
+    same = zip(a.token_ids, b.token_ids, a.logprobs, b.logprobs, strict=True)
+    out = 0.0
+    for x, y, first, second in same:
+        if x != y:
+            break
+        out = max(out, abs(first.logprob - second.logprob))
+    return out
 
 
 def first_difference(a: Output, b: Output) -> dict[str, Any] | None:

@@ -55,11 +55,14 @@ def measure(llm: LLM, spec: tuple[int, int, int], seconds: float, deadline: floa
 
 
 def measure_over_http(url: str, vocab_size: int, spec: tuple[int, int, int], time_left: float) -> dict[str, Any]:
-    """The same wave from a process of its own, ``berrylm bench serve --url``: the client takes no time from the engine."""
+    """The same wave from a process of its own, ``berrylm bench serve --url``: the client takes no time from the engine.
+
+    Not warmed up: the runs in this process have compiled what there is to compile.
+    """
     given, wanted, concurrency = spec
     options = {
         "--url": url, "--vocab-size": vocab_size, "--input-len": given, "--output-len": wanted, "--concurrency": concurrency,
-        "--requests": concurrency, "--warmup": 1, "--seed": HTTP_SEED,
+        "--requests": concurrency, "--warmup": 0, "--seed": HTTP_SEED,
     }  # fmt: skip
     command = [sys.executable, "-m", "berrylm_ref.cli", "bench", "serve", *(str(x) for pair in options.items() for x in pair)]
     try:

@@ -4,6 +4,7 @@ import time
 from typing import Any
 
 from ..engine.llm import LLM
+from ..engine.memory import kv_token_bytes, state_bytes
 from .steps import new_requests, running, step_seconds, until_decoding
 
 DECODED = 32
@@ -13,6 +14,12 @@ def long_context(llm: LLM, tokens: int, short: int, deadline: float) -> dict[str
     """Seconds of every prefill step of one prompt of ``tokens``, and a decode step there and after ``short`` tokens."""
     chunks, step = prefill_and_decode(llm, tokens, deadline)
     _, short_step = prefill_and_decode(llm, short, deadline)
+    print(
+        f"{tokens} tokens prefilled in {sum(chunks):.1f} s; a decode step then {1e3 * step:.2f} ms, "
+        f"after {short} tokens {1e3 * short_step:.2f} ms",
+        flush=True,
+    )
+    c, dtype = llm.model.local, llm.model.dtype
     return {
         "prompt_tokens": tokens,
         "decoded_tokens": DECODED,
@@ -23,6 +30,8 @@ def long_context(llm: LLM, tokens: int, short: int, deadline: float) -> dict[str
         "short_prompt_tokens": short,
         "short_decode_ms": 1e3 * short_step,
         "decode_ratio": step / short_step,
+        "kv_bytes": (tokens + DECODED) * kv_token_bytes(c, dtype),
+        "state_bytes": state_bytes(c, dtype),
     }
 
 

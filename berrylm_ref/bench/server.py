@@ -49,8 +49,10 @@ def served(llm: LLM, name: str = "bench") -> Iterator[str]:
         from ..server.app import create_app
     except ImportError as error:
         raise ValueError(f"bench: http: expected the extra 'server' (berrylm-ref[server]), got {error}") from error
-    port = free_port()
-    server = uvicorn.Server(uvicorn.Config(create_app(llm, name), host="127.0.0.1", port=port, log_level="warning"))
+    port, app = free_port(), create_app(llm, name)
+    # the loop that gives up the interpreter's lock whenever it writes to a socket: the engine's thread waits for it
+    config = uvicorn.Config(app, host="127.0.0.1", port=port, http="h11", loop="asyncio", ws="none", log_level="warning")
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:

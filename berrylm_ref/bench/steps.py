@@ -10,6 +10,7 @@ from ..engine.request import Request
 from .machine import synchronize
 from .workload import random_prompts
 
+SILENCE = 5  # seconds after which a long prefill says how far it is
 SETTLED = 4  # tokens each request has made before decode counts as steady
 
 
@@ -34,7 +35,7 @@ def running(llm: LLM, requests: list[Request]) -> Iterator[None]:
 
 def until_decoding(llm: LLM, requests: list[Request], deadline: float) -> list[float]:
     """Step until each request has made SETTLED tokens; returns the seconds of every step up to the last first token."""
-    seconds = []
+    seconds, said = [], time.monotonic()
     while min(len(r.output_ids) for r in requests) < SETTLED:
         if time.monotonic() > deadline:
             raise TimeoutError(f"the time limit has passed after {len(seconds)} steps of prefill")
@@ -43,6 +44,9 @@ def until_decoding(llm: LLM, requests: list[Request], deadline: float) -> list[f
         llm.engine.step()
         if waits:
             seconds.append(time.perf_counter() - begin)
+        if time.monotonic() > said + SILENCE:
+            said = time.monotonic()
+            print(f"step {len(seconds)} of the prefill, {sum(seconds):.1f} s", flush=True)
     return seconds
 
 
