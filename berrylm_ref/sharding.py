@@ -143,6 +143,16 @@ class Shard:
             begin += width
         return cut.dim, out
 
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """What this rank holds of the tensor ``whole``."""
+        spans = self.spans(name, tuple(whole.shape))
+        if spans is None:
+            return whole
+        dim, ranges = spans
+        if not ranges:  # held by another rank, and added up with zeros
+            return torch.zeros_like(whole)
+        return torch.cat([whole.narrow(dim, begin, end - begin) for begin, end in ranges], dim)
+
     def whole_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the tensor of which this rank holds ``shape``."""
         cut = cut_of(name)

@@ -17,7 +17,7 @@ GROUPS = (
     ("config", "ops", "tokenizer", "shipped"),
     ("shadow", "backend", "sharding", "weights"),
     ("cache",),
-    ("merged", "layers", "model"),
+    ("merged", "layers", "model", "random_weights"),
     ("engine",),
     ("chat", "server"),
     ("parity", "training"),

@@ -11,6 +11,7 @@ from helpers import assert_close, randomise, tiny_config
 from safetensors.torch import load_file, save_file
 
 from berrylm_ref import BerryLM, weights
+from berrylm_ref.random_weights import random_model
 from berrylm_ref.sharding import CUTS, Shard, cut_of
 
 CASES = {
@@ -197,6 +198,21 @@ def test_a_bias_that_is_added_up_is_held_once(tmp_path):
     first, second = (dict(BerryLM.from_pretrained(folder, shard=Shard(config, rank, 2)).named_parameters()) for rank in range(2))
     name = "model.layers.1.self_attn.o_proj.bias"
     assert torch.equal(first[name], load_file(folder / weights.SINGLE)[name]) and not second[name].any()
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ranks_draw_what_the_whole_model_draws(case, dtype):
+    """A measurement over two ranks is one of the same model: not of two halves with weights of their own."""
+    config = config_of(case)
+    options = {"dtype": dtype, "device": "cpu", "backend": "torch", "seed": 3}
+    whole = dict(random_model(config, **options).named_parameters())
+    for rank in range(2):
+        shard = Shard(config, rank, 2)
+        own = dict(random_model(config, shard=shard, **options).named_parameters())
+        for name, p in own.items():
+            assert p.dtype == whole[name].dtype and torch.equal(p, shard.part(name, whole[name].detach())), name
+        assert not rank or (own["lm_head.weight" if case == "plain" else "model.embed_tokens.weight"] != 0).all()
 
 
 def test_a_part_is_not_saved_as_a_model(tmp_path):

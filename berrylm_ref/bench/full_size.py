@@ -11,16 +11,17 @@ from typing import Any
 
 import torch
 
+from ..backend import get_backend
 from ..config import BerryLMConfig
 from ..engine.llm import LLM
-from ..model import BerryLM
+from ..model import BerryLM, as_dtype
+from ..random_weights import random_model
 from .correctness import layer_profile, same_answers
 from .experts import measured_experts
 from .load import measure, measure_over_http
 from .long_context import DECODED, long_context
 from .machine import ceilings, folder_name, machine, synchronize
 from .profile import profile_decode, profile_prefill
-from .random_weights import random_model
 from .report import Report
 from .roofline import PREFILL_SHARE, Floors
 from .server import served
@@ -72,17 +73,17 @@ def measure_model(s: Settings, out: Path | None = None) -> Report:
     if model is None:
         return report
     rates = report.part("ceilings", ceilings, device)
-    if s.check:
+    if s.check and s.tp == 1:  # of several ranks none has the whole model
         report.part("layer_profile", layer_profile, model, s.check_prompts, s.check_tokens)
     floors = Floors.of(model, {name: s.tp * rate for name, rate in rates.items()}) if rates else None  # ranks read side by side
     held: list[LLM] = []
     with TemporaryDirectory() as scratch:
         source: BerryLM | Path = model
-        if s.tp > 1:  # every rank loads its own part
+        if s.tp > 1:  # every rank reads or draws its own part
             source = s.folder or Path(scratch)
             if not s.folder:
-                model.save_pretrained(source)
-            model = None
+                s.config.save_pretrained(source)
+        model = None
         free_memory(device)
         report.part("memory", start_engine, s, source, held)
     if not rates or not held:
@@ -140,15 +141,19 @@ def described(s: Settings) -> dict[str, Any]:
 
 
 def build(s: Settings, report: Report) -> BerryLM | None:
-    """The model on its device; the time it took and its size into the report."""
+    """The model on its device, for several ranks only its shapes; the time it took and its size into the report."""
     held: list[BerryLM] = []
 
     def make() -> dict[str, Any]:
         begin, device = time.monotonic(), torch.device(s.device)
         options = {"dtype": s.dtype, "device": s.device, "backend": s.backend}
-        held.append(
-            BerryLM.from_pretrained(s.folder, **options) if s.folder else random_model(s.config, seed=s.seed, **options)
-        )
+        if s.tp > 1:
+            backend = get_backend(s.backend, device, as_dtype(s.dtype))
+            held.append(BerryLM(s.config, dtype=s.dtype, device="meta", backend=backend))
+        else:
+            held.append(
+                BerryLM.from_pretrained(s.folder, **options) if s.folder else random_model(s.config, seed=s.seed, **options)
+            )
         synchronize(device)
         parameters = list(held[0].parameters())
         facts = {"parameters": sum(p.numel() for p in parameters), "bytes": sum(p.nbytes for p in parameters)}
@@ -166,7 +171,8 @@ def start_engine(s: Settings, source: BerryLM | Path, held: list[LLM]) -> dict[s
     if isinstance(source, BerryLM):
         held.append(LLM.from_model(source, **options))
     else:
-        held.append(LLM(source, dtype=s.dtype, device=s.device, backend=s.backend, tp=s.tp, **options))
+        seed = None if s.folder else s.seed
+        held.append(LLM(source, dtype=s.dtype, device=s.device, backend=s.backend, tp=s.tp, random_weights=seed, **options))
     cache = held[0].engine.cache
     pool, sizes = cache.pool, cache.pool.sizes
     facts = {
@@ -208,7 +214,7 @@ def one_workload(s: Settings, report: Report, llm: LLM, floors: Floors, spec: tu
     found = measure(llm, spec, s.seconds_per_workload, report.deadline)
     limit = {"prefill_share": PREFILL_SHARE, **floors.workload(*spec, hit.get(spec[2]))}
     found["limit"] = limit
-    found["against_published"] = against_published(spec, found) if s.config == BerryLMConfig() else {}
+    found["against_published"] = against_published(spec, found, s.tp) if s.config == BerryLMConfig() else {}
     print(line_of(found), flush=True)
     return found
 
@@ -216,7 +222,7 @@ def one_workload(s: Settings, report: Report, llm: LLM, floors: Floors, spec: tu
 def one_over_http(s: Settings, report: Report, url: str, spec: tuple[int, int, int]) -> dict[str, Any]:
     """The same workload once, from a client in a process of its own."""
     found = measure_over_http(url, s.config.vocab_size, spec, report.left)
-    found["against_published"] = against_published(spec, found) if s.config == BerryLMConfig() else {}
+    found["against_published"] = against_published(spec, found, s.tp) if s.config == BerryLMConfig() else {}
     print(line_of(found), flush=True)
     return found
 

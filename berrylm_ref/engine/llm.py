@@ -11,6 +11,7 @@ from ..backend import Backend
 from ..cache.pool import Pool
 from ..cache.prefix import PrefixCache, resolve_strategy
 from ..model import BerryLM, as_dtype
+from ..random_weights import load_or_draw
 from ..tokenizer import Tokenizer
 from .engine import Engine
 from .memory import plan_sizes
@@ -37,7 +38,8 @@ class LLM:
     sizes of decode steps, rounded up to with padding (None: a ladder on a GPU, every size elsewhere; []: each batch built anew).
     sequential: run requests one after the other through the plain loop instead, the engine's twin.
     tp: processes on this machine that share every layer, one GPU each, this one the first (see ``engine.ranks``); ``close`` ends
-    the others, and so does this one's end. What they raise, or RankDied, ends them all.
+    the others, and so does this one's end. What they raise, or RankDied, ends them all. random_weights: a seed; the weights
+    are drawn (see ``random_weights``), and of ``folder`` no more than config.json is needed.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class LLM:
         cuda_graphs: bool | None = None,
         decode_buckets: list[int] | None = None,
         tp: int = 1,
+        random_weights: int | None = None,
     ):
         for name, value in (("page_size", page_size), ("max_running_requests", max_running_requests), ("tp", tp)):
             positive(name, value)
@@ -71,12 +74,12 @@ class LLM:
         if tp > 1 and (ready or sequential):
             raise ValueError(f"LLM: tp: expected 1 with {'a model in memory' if ready else 'sequential=True'}, got {tp}")
         loading = {"dtype": dtype, "device": device, "backend": backend, "kda_intra": kda_intra}
-        self.ranks = Ranks(folder, tp, **loading) if tp > 1 else None
+        self.ranks = Ranks(folder, tp, seed=random_weights, **loading) if tp > 1 else None
         try:
             if self.ranks:
                 self.model = self.ranks.load()
             else:
-                self.model = folder if ready else BerryLM.from_pretrained(folder, **loading)
+                self.model = folder if ready else load_or_draw(folder, random_weights, **loading)
             self.config = self.model.config
             self.folder = None if ready else Path(folder)
             self.tokenizer = None if ready else Tokenizer.from_folder(folder)

@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 from ..cache.pool import Pool, PoolSizes
 from ..config import BerryLMConfig
 from ..model import BerryLM, as_dtype
+from ..random_weights import load_or_draw
 from ..sharding import Shard
 from .mirror import LeadingPool, LeadingRunner, Line
 from .runner import Runner
@@ -54,15 +55,15 @@ class Job:
     kda_intra: str | list[str]
     store: str
     threads: int
+    seed: int | None = None  # draws the weights of the folder's config.json
 
     def device_of(self, rank: int) -> torch.device:
         return torch.device("cuda", rank) if self.device == "cuda" else torch.device("cpu")
 
     def load(self, rank: int) -> BerryLM:
         shard = Shard(BerryLMConfig.from_pretrained(self.folder), rank, self.size)
-        return BerryLM.from_pretrained(
-            self.folder, self.dtype, self.device_of(rank), self.backend, kda_intra=self.kda_intra, shard=shard
-        )
+        options = {"dtype": self.dtype, "device": self.device_of(rank), "backend": self.backend, "kda_intra": self.kda_intra}
+        return load_or_draw(self.folder, self.seed, shard=shard, **options)
 
     def join(self, rank: int, store: dist.Store) -> Line:
         """Meet the other ranks: NCCL between GPUs, gloo between CPU processes, and gloo for messages."""
@@ -80,7 +81,9 @@ class Ranks:
     process as well, for a server, and on GPUs, where a kernel that waits for a lost rank can't be ended otherwise.
     """
 
-    def __init__(self, folder: str | Path, size: int, *, dtype, device: str, backend: str, kda_intra: str | list[str]):
+    def __init__(
+        self, folder: str | Path, size: int, *, dtype, device: str, backend: str, kda_intra: str | list[str], seed: int | None
+    ):
         check(folder, size, device, backend)
         name = str(as_dtype(dtype)).removeprefix("torch.")
         self.fault: str | None = None
@@ -89,7 +92,7 @@ class Ranks:
         self._died, self._closing = threading.Event(), threading.Event()
         self._scratch = tempfile.mkdtemp(prefix="berrylm-ranks-")
         store = os.path.join(self._scratch, "store")
-        self.job = Job(str(folder), size, name, device, backend, kda_intra, store, torch.get_num_threads())
+        self.job = Job(str(folder), size, name, device, backend, kda_intra, store, torch.get_num_threads(), seed)
         use_loopback()
         self._processes = launch(self.job, self._scratch)
         atexit.register(self.close)

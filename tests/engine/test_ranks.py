@@ -21,7 +21,7 @@ from helpers import assert_close, randomise, tiny_config
 from models import byte_tokenizer
 from served import free_port
 
-from berrylm_ref import LLM, BerryLM, SamplingParams
+from berrylm_ref import LLM, BerryLM, BerryLMConfig, SamplingParams
 from berrylm_ref.backend import TORCH
 from berrylm_ref.engine.mirror import PACKET, Line
 from berrylm_ref.engine.ranks import RankDied
@@ -124,6 +124,17 @@ def test_seeded_sampling_draws_the_same_tokens():
     params = SamplingParams(temperature=0.9, top_p=0.9, max_tokens=30, seed=7, ignore_eos=True)
     with opened(folder(), dtype="float64") as alone, opened(folder(), dtype="float64", tp=2) as two:
         assert two.generate(["ab"], params)[0].token_ids == alone.generate(["ab"], params)[0].token_ids
+
+
+def test_weights_that_are_drawn_are_those_of_one_process(tmp_path):
+    """Of the folder only config.json is there; each rank draws, and together they are the model that one process draws."""
+    BerryLMConfig.from_pretrained(folder()).save_pretrained(tmp_path)
+    options = {"dtype": "float64", "random_weights": 5}
+    with opened(tmp_path, **options) as alone, opened(tmp_path, **options, tp=2) as two:
+        asked, params = [[1, 2, 3]], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+        first, second = recorded(alone), recorded(two)
+        assert two.generate(asked, params)[0].token_ids == alone.generate(asked, params)[0].token_ids
+        assert_close("drawn", torch.cat(second), torch.cat(first), 1e-12)
 
 
 def test_messages_arrive_as_they_were_said(monkeypatch):
