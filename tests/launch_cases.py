@@ -13,6 +13,9 @@ import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -23,13 +26,13 @@ class Driver:
     """The parts of a Triton driver that a launch needs. ``launched`` is what came through since it was last emptied."""
 
     def __init__(self):
-        self.utils, self.handles, self.launched = self, itertools.count(1), []
+        self.utils, self.handles, self.launched, self.device = self, itertools.count(1), [], 0
 
     def get_current_device(self):
-        return 0
+        return self.device
 
     def get_current_stream(self, device):
-        return 0
+        return 10 + device
 
     def get_current_target(self):
         return GPUTarget("cuda", 90, 32)
@@ -66,6 +69,17 @@ def copied_kernel(source, out, stride, FACTOR: tl.constexpr):
     tl.store(out + o[:, None] * stride + o[None, :], b.to(out.dtype.element_ty))
 
 
+@gluon.jit
+def placed_kernel(source, out, n, FACTOR: gl.constexpr):
+    tile = gl.allocate_shared_memory(source.dtype, source.block_type.shape, source.layout)
+    rows: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [1, 1], [1, 0])
+    o = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, rows)), 0)
+    gl.store(out + o * FACTOR, gl.sum(tile.load(rows), 0, keep_dims=True).to(out.dtype.element_ty), mask=o < n)
+
+
+RARE = (1 << 31, -(1 << 31) - 1)  # integers that are not 32 bits wide
+
+
 def calls():
     """(name, whether a second one is launched directly, arguments of ``launch``, options): a usual call, and others that differ
     from it in one thing each, so that none of the things can stand in for another."""
@@ -73,25 +87,30 @@ def calls():
     usual = dict(x=x, y=x, out=x, sx=48, n=17, sy=48, eps=1e-6, scale=2.0, D=16, USE_Y=False, num_warps=1, grid=(2,))
     others = [
         *({name: x[1:]} for name in ("x", "y", "out")), *({name: half} for name in ("x", "y", "out")), {"y": None},
-        *({name: value} for name in ("sx", "sy") for value in (1, 7, 32, 1 << 31)), *({"n": n} for n in (1, 16, 1 << 31)),
-        {"eps": 1}, {"eps": 0.5}, {"scale": 2}, {"scale": 3.0}, {"D": 32}, {"USE_Y": True}, {"num_warps": 2}, {"grid": (3, 2)},
+        *({name: value} for name in ("sx", "sy") for value in (1, True, 7, 32, 1 << 31)),
+        *({"n": n} for n in (1, 16, 1 << 31, -(1 << 31), -(1 << 31) - 1)), {"eps": 1}, {"eps": 0.5}, {"scale": 2}, {"scale": 3.0},
+        {"D": 32}, {"USE_Y": True}, {"num_warps": 2}, {"grid": (3, 2)},
     ]  # fmt: skip
     for other in ({}, *others):
         c = usual | other
         (value,) = other.values() or (None,)
-        is_known = value.data_ptr() % 16 == 0 if isinstance(value, torch.Tensor) else value != 1 << 31
+        is_known = value.data_ptr() % 16 == 0 if isinstance(value, torch.Tensor) else value not in RARE
         tensors, numbers = (c["x"], c["y"], c["out"]), (c["sx"], c["n"], c["sy"], c["eps"], c["scale"])
         constants, options = dict(D=c["D"], USE_Y=c["USE_Y"]), dict(num_warps=c["num_warps"])
         yield repr(other), is_known, (rows_kernel, c["grid"], tensors, numbers, constants), options
     for dtype, B, stride in ((torch.float32, 16, 32), (torch.bfloat16, 16, 32), (torch.float32, 32, 32), (torch.float32, 16, 40)):
         tensors = (TensorDescriptor.from_tensor(torch.zeros(64, 64, dtype=dtype), [B, B]), x)
         yield f"descriptor {dtype} {B} {stride}", True, (copied_kernel, (2, 3), tensors, (stride,), dict(FACTOR=2)), {}
+    for swizzle in (0, 32):
+        layout = gl.NVMMASharedLayout(swizzle, 16, 2)
+        tensors = (GluonDescriptor.from_tensor(torch.zeros(64, 64, dtype=torch.bfloat16), [16, 16], layout), x)
+        yield f"descriptor swizzled by {swizzle}", True, (placed_kernel, (1,), tensors, (16,), dict(FACTOR=2)), dict(num_warps=1)
 
 
 def main() -> None:
     driver, slow, problems, known = Driver(), [], [], 0
     triton.runtime.driver.set_active(driver)
-    torch.cuda.current_device = lambda: 0
+    torch.cuda.current_device = driver.get_current_device
     usual = JITFunction.run
     JITFunction.run = lambda self, *args, **options: slow.append(self) or usual(self, *args, **options)
 
@@ -106,6 +125,7 @@ def main() -> None:
         every = list(calls()) * 2
         random.Random(0).shuffle(every)
         for turn, (name, is_known, (kernel, grid, tensors, numbers, constants), options) in itertools.product((0, 1), every):
+            driver.device = turn
 
             def ours(call=(kernel, grid, tensors, numbers, constants), options=options):
                 launch(*call, **options)

@@ -4,7 +4,8 @@ Symbols: B batch, T tokens, N sequences, P packed tokens, H key heads, HV value 
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,17 +43,14 @@ class KDACall:
     intra: str  # never "sglang"
     boundaries: Tensor | None  # [M, 2] int32 (sequence, tokens), ascending
     places: Tensor | None  # [M]: which row of the table answers the m-th pair asked for; None: the m-th
+    heads: tuple[int, int, int, int] | None = None  # H, HV, K, V; None: read off q and v
+    strides: tuple[int, ...] | None = None  # from token to token of q, k, v, g and beta; None: read off them
 
-    @property
-    def heads(self) -> tuple[int, int, int, int]:
-        *_, H, K = self.q.shape
-        *_, HV, V = self.v.shape
-        return H, HV, K, V
-
-    @property
-    def strides(self) -> tuple[int, int, int, int, int]:
-        """From token to token of q, k, v, g and beta."""
-        return self.q.stride(-3), self.k.stride(-3), self.v.stride(-3), self.g.stride(-3), self.beta.stride(-2)
+    def __post_init__(self):
+        if self.heads is None:
+            self.heads = self.q.shape[-2], self.v.shape[-2], self.q.shape[-1], self.v.shape[-1]
+        if self.strides is None:
+            self.strides = *(x.stride(-3) for x in (self.q, self.k, self.v, self.g)), self.beta.stride(-2)
 
 
 def check_call(
@@ -78,9 +76,8 @@ def check_call(
     """Validate and flatten. Every error is a ValueError that names op, argument, expected, got."""
     if intra not in INTRA:
         raise ValueError(f"{op}: intra: expected one of {INTRA}, got {intra!r}")
-    _check_tensors(op, q, k, v, g, beta)
-    B, T, H, K = q.shape
-    HV, V = v.shape[2:]
+    (B, T), heads, strides = _check_tensors(op, q.is_cuda, _seen(q), _seen(k), _seen(v), _seen(g), _seen(beta))
+    _, HV, K, V = heads
     if use_gate_in_kernel:
         expect_shape(op, "A_log", A_log, (HV,))
         expect_shape(op, "dt_bias", dt_bias, (HV * K,))
@@ -98,25 +95,45 @@ def check_call(
         if x is not None:
             _check_place(op, name, x, q.device)
     if torch.is_grad_enabled():
-        for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta), ("A_log", A_log), ("dt_bias", dt_bias),
-                        ("initial_state", initial_state)):  # fmt: skip
+        names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+        for name, x in zip(names, (q, k, v, g, beta, A_log, dt_bias, initial_state), strict=True):
             if x is not None and x.requires_grad:
                 raise ValueError(f"{op}: {name}: expected no gradient (this kernel has no backward), got requires_grad=True")
     if intra == "sglang":
         known = lengths if lengths is not None else _read_lengths(cu_seqlens)
         intra = "clamped" if _count_chunks(known) * HV <= SGLANG_TILES else "difference"
     boundaries, places = _boundary_table(op, state_boundaries, B, lengths, q.device)
+    if strides is None:
+        q, k, v, g, beta = map(_by_token, (q, k, v, g, beta))
     return KDACall(
-        _by_token(q), _by_token(k), _by_token(v), _by_token(g), _by_token(beta),
+        q, k, v, g, beta,
         K**-0.5 if scale is None else float(scale), use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
         A_log, dt_bias, lower_bound, initial_state, None if cu_seqlens is None else cu_seqlens.to(q.device), B, T,
-        T // CHUNK + B if lengths is None else _count_chunks(lengths), intra, boundaries, places,
+        T // CHUNK + B if lengths is None else _count_chunks(lengths), intra, boundaries, places, heads, strides,
     )  # fmt: skip
 
 
-def _check_tensors(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
+class Seen(NamedTuple):
+    """What a check may ask of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _seen(x: Tensor) -> tuple:
+    """The fields of ``Seen``, which costs the host more to make."""
+    return x.shape, x.stride(), x.dtype, x.device
+
+
+@lru_cache(maxsize=1024)
+def _check_tensors(op: str, is_cuda: bool, *seen: tuple) -> tuple[tuple[int, int], tuple[int, ...], tuple[int, ...] | None]:
+    """Checks q, k, v, g and beta -> (B, T), (H, HV, K, V), token strides; no strides if one of them must be copied or viewed
+    otherwise first. Kept, as a model calls with the same few layouts; an error is not."""
+    q, k, v, g, beta = (Seen(*x) for x in seen)
     for name, x in (("q", q), ("k", k), ("v", v), ("g", g)):
-        if x.dim() != 4:
+        if len(x.shape) != 4:
             raise ValueError(f"{op}: {name}: expected 4 dimensions [B, T, heads, width], got shape {tuple(x.shape)}")
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
@@ -138,13 +155,21 @@ def _check_tensors(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Te
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise ValueError(f"{op}: {name}: expected q's dtype {q.dtype}, got {x.dtype}")
-    if not INTERPRETED and not q.is_cuda:
+    if not INTERPRETED and not is_cuda:
         raise ValueError(f"{op}: q: expected a CUDA tensor (or TRITON_INTERPRET=1 before triton's import), got {q.device}")
     for name, x in (("k", k), ("v", v), ("g", g), ("beta", beta)):
         _check_place(op, name, x, q.device)
+    in_place = all(_has_one_token_stride(x) for x in (q, k, v, g, beta))
+    return (B, T), (H, HV, K, V), tuple(x.stride[1] for x in (q, k, v, g, beta)) if in_place else None
 
 
-def _check_place(op: str, name: str, x: Tensor, device: torch.device) -> None:
+def _has_one_token_stride(x: Seen) -> bool:
+    """Whether every token of x [B, T, ...] is contiguous and they all lie at one stride."""
+    (B, T, *_, width), (sequence, token, *inside) = x.shape, x.stride
+    return (B == 1 or sequence == T * token) and inside == [width, 1][-len(inside) :]
+
+
+def _check_place(op: str, name: str, x: Tensor | Seen, device: torch.device) -> None:
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"{op}: {name}: expected float32, bfloat16 or float16, got {x.dtype}")
     if x.device != device:

@@ -14,7 +14,7 @@ from torch import Tensor
 from .arguments import INTERPRETED
 
 ALIGNED = 16  # bytes. Triton compiles a form of its own for a pointer that is no multiple,
-INT32 = 1 << 31  # and for an integer from here on
+INT32 = 1 << 31  # and for an integer from here on, or below minus this
 
 
 class _Forms:
@@ -34,9 +34,9 @@ _kernels: dict[tuple[int, int], _Forms] = {}
 def launch(kernel, grid: tuple[int, ...], tensors: tuple, numbers: tuple, constants: dict, **options) -> None:
     """``kernel[grid](*tensors, *numbers, **constants, **options)``, on the current device.
 
-    ``tensors`` are the kernel's first parameters: Tensor, None or a tensor descriptor, whose layout follows from its dtype
-    and block shape. ``numbers`` are those after them, int or float, at least one. ``constants`` are its constexprs, in the
-    order of its signature. Triton's knobs count where a form is launched for the first time.
+    ``tensors`` are the kernel's first parameters: Tensor, None or a tensor descriptor. ``numbers`` are those after them, int or
+    float, at least one. ``constants`` are its constexprs, in the order of its signature. Triton's knobs count where a form is
+    launched for the first time.
 
     Raises:
         ValueError: constants that are not the kernel's, or in another order.
@@ -50,20 +50,21 @@ def launch(kernel, grid: tuple[int, ...], tensors: tuple, numbers: tuple, consta
     values, addresses = tuple(constants.values()), 0
     key = [torch.cuda.current_device(), forms.specialised(numbers), values, *map(type, numbers), *options.items()]
     for x in tensors:
-        if isinstance(x, Tensor):
+        if x is None:
+            key.append(None)
+        elif isinstance(x, Tensor):
             addresses |= x.data_ptr()
             key.append(x.dtype)
-        elif x is not None:
-            key += x.base.dtype, *x.block_shape
-        else:
-            key.append(None)
+        else:  # its base is aligned, or it could not have been made; shape and strides are arguments of the compiled code
+            key += x.base.dtype, getattr(x, "layout", None), *x.block_shape
     key = tuple(key)
-    compiled = forms.compiled.get(key)
-    if compiled is not None and addresses % ALIGNED == 0 and max(numbers) < INT32:
+    has_key = addresses % ALIGNED == 0 and -INT32 <= min(numbers) and max(numbers) < INT32
+    compiled = forms.compiled.get(key) if has_key else None
+    if compiled is not None:
         compiled[(*grid, 1, 1)](*tensors, *numbers, *values)
         return
     if list(constants) != forms.constants:
         raise ValueError(f"launch: constants: expected {forms.constants} in this order, got {list(constants)}")
     compiled = kernel[grid](*tensors, *numbers, **constants, **options)
-    if addresses % ALIGNED == 0 and max(numbers) < INT32:
+    if has_key:
         forms.compiled[key] = compiled

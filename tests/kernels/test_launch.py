@@ -19,7 +19,7 @@ SOURCES = sorted(Path(berrylm_kernels.__file__).parent.glob("*.py"))
 
 
 def test_what_is_launched_is_what_triton_would_launch():
-    """Alignment, strides of 1 and multiples of 16, 64-bit counts, dtypes, None, descriptors, constants and options, mixed."""
+    """Alignment, strides of 1 and multiples of 16, 64-bit counts, dtypes, None, descriptors, layouts, devices, options, mixed."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     done = subprocess.run([sys.executable, launch_cases.__file__], env=environment, capture_output=True, text=True, timeout=280)
