@@ -20,11 +20,24 @@ POOLS, SLOTS = slice(8, 10), 10  # arguments of kda_decode_step that it changes 
 
 
 class Shadow:
-    """Open while attached; ``close`` (or a ``with`` block) takes the wrappers off and closes the file."""
+    """Open while attached; ``close`` (or a ``with`` block) takes the wrappers off and closes the file.
+
+    Sees the ops that ``model`` calls: what an engine replays from a CUDA graph it does not (``LLM(..., cuda_graphs=False)``).
+    """
 
     def __init__(self, model: Any, path: str | Path, twin: Any):
-        """``model``: a BerryLM; ``twin``: the backend whose ops run beside those of ``model.backend``."""
+        """``model``: a BerryLM; ``twin``: the backend whose ops run beside those of ``model.backend``.
+
+        Ops that are the twin's own have nothing beside them and get no rows; ValueError where that is all of them.
+        """
         self._model, self._backend = model, model.backend
+        names = [f.name for f in dataclasses.fields(self._backend) if callable(getattr(self._backend, f.name))]
+        ops = [op for op in names if getattr(self._backend, op) is not getattr(twin, op)]
+        if not ops:
+            raise ValueError(
+                f"shadow: backend: expected one with ops of its own, as 'triton', got {self._backend.name!r}, whose ops are "
+                f"those of the twin {twin.name!r}: there is nothing to compare, every difference would be 0"
+            )
         self._file = open(path, "w", newline="")
         self._rows = csv.writer(self._file)
         self._rows.writerow(COLUMNS)
@@ -33,7 +46,6 @@ class Shadow:
         for i, layer in enumerate(model.model.layers):
             self._hooks.append(layer.register_forward_pre_hook(lambda *_, i=i: setattr(self, "_layer", i)))
             self._hooks.append(layer.register_forward_hook(lambda *_: setattr(self, "_layer", len(model.model.layers))))
-        ops = [f.name for f in dataclasses.fields(self._backend) if callable(getattr(self._backend, f.name))]
         wrapped = {op: self._wrap(op, getattr(self._backend, op), getattr(twin, op)) for op in ops}
         model.backend = dataclasses.replace(self._backend, **wrapped)
 

@@ -15,7 +15,7 @@ def generate(
     max_tokens: Annotated[int, typer.Option(help="most new tokens")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="fixes the draws")] = None,
-    shadow: Annotated[Path | None, typer.Option(help="CSV: compare every op with its torch twin on the same tensors")] = None,
+    shadow: Annotated[Path | None, typer.Option(help="CSV: every kernel beside its torch twin, on the same tensors")] = None,
     dtype: Dtype = "float32",
     device: Device = "cpu",
     backend: BackendName = "auto",
@@ -32,7 +32,8 @@ def generate(
         raise typer.BadParameter("expected exactly one of --prompt and --ids")
     with clear_errors():
         tokens = None if ids is None else token_ids(ids)
-        llm = LLM(model, dtype=dtype, device=device, backend=backend)
+        # what a CUDA graph replays calls no op
+        llm = LLM(model, dtype=dtype, device=device, backend=backend, cuda_graphs=None if shadow is None else False)
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
         request = llm.requests(prompt if tokens is None else tokens, params)[0]
         with nullcontext() if shadow is None else Shadow(llm.model, shadow, TORCH):
