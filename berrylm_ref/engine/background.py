@@ -18,16 +18,31 @@ class EngineStopped(RuntimeError):
     """The engine ended, by a fault or at shutdown; no request of it will go on."""
 
 
-@dataclass(frozen=True)
+class Late:
+    """Put into an inbox when its time is over."""
+
+
+@dataclass(frozen=True, eq=False)
 class Listener:
-    """Where the text of a request goes: a queue that its event loop owns."""
+    """Where the events of some requests go: a queue that its event loop owns. None: the engine has stopped."""
 
     loop: asyncio.AbstractEventLoop
-    inbox: asyncio.Queue
+    inbox: "asyncio.Queue[list[Event] | type[Late] | None]"
 
-    def put(self, item: Event | None) -> None:
+
+def hand_out(items: dict[Listener, list[Event] | None]) -> None:
+    """Each listener's item into its inbox. A loop is woken once for all of its listeners: that is a system call."""
+    loops: dict[asyncio.AbstractEventLoop, list[Listener]] = {}
+    for listener in items:
+        loops.setdefault(listener.loop, []).append(listener)
+
+    def put(listeners: list[Listener]) -> None:
+        for listener in listeners:
+            listener.inbox.put_nowait(items[listener])
+
+    for loop, listeners in loops.items():
         with suppress(RuntimeError):  # the loop is closed: nobody reads any more, and the others must not suffer for it
-            self.loop.call_soon_threadsafe(self.inbox.put_nowait, item)
+            loop.call_soon_threadsafe(put, listeners)
 
 
 class BackgroundEngine:
@@ -47,23 +62,28 @@ class BackgroundEngine:
     def alive(self) -> bool:
         return not self._stopped
 
-    async def stream(self, requests: list[Request]) -> AsyncIterator[Event]:
-        """Run checked ``requests`` together; yields every event of theirs, until all have finished.
+    async def stream(self, requests: list[Request], seconds: float | None = None) -> AsyncIterator[list[Event]]:
+        """Run checked ``requests`` together; yields the events that came since the last time, until all have finished.
 
-        Closed early, or cancelled, it frees what its requests hold by the engine's next step. Raises EngineStopped.
+        Closed early, or cancelled, it frees what its requests hold by the engine's next step. Raises EngineStopped, and
+        TimeoutError where they take longer than ``seconds``.
         """
-        listener = Listener(asyncio.get_running_loop(), asyncio.Queue())
-        self._send(("add", requests, listener))
+        loop, inbox = asyncio.get_running_loop(), asyncio.Queue()
+        self._send(("add", requests, Listener(loop, inbox)))
+        timer = None if seconds is None else loop.call_later(seconds, inbox.put_nowait, Late)  # one, not one a token
         left = set(requests)
         try:
             while left:
-                event = await listener.inbox.get()
-                if event is None:
+                item = await inbox.get()
+                if item is None:
                     raise EngineStopped("the engine has stopped") from self._fault
-                if event.finish_reason:
-                    left.discard(event.request)
-                yield event
+                if item is Late:
+                    raise TimeoutError(f"the requests took longer than {seconds:g} seconds")
+                left.difference_update([event.request for event in item if event.finish_reason])
+                yield item
         finally:
+            if timer:
+                timer.cancel()
             if left:
                 with suppress(EngineStopped):  # then it holds nothing of theirs for anyone
                     self._send(("cancel", list(left), None))
@@ -84,12 +104,15 @@ class BackgroundEngine:
     def _loop(self) -> None:
         try:
             while self._take_commands(wait=self.engine.idle):
+                made: dict[Listener, list[Event]] = {}
                 for event in self.engine.step():
-                    if event.request not in self._listeners:
+                    listener = self._listeners.get(event.request)
+                    if listener is None:
                         continue  # of a thread that shares the engine: it reads the request itself
-                    self._listeners[event.request].put(event)
+                    made.setdefault(listener, []).append(event)
                     if event.finish_reason:
                         del self._listeners[event.request]
+                hand_out(made)
         except BaseException as fault:
             log.exception("the engine stopped")
             self._fault = fault
@@ -99,8 +122,7 @@ class BackgroundEngine:
             while not self._commands.empty():  # sent during the last step: nobody would ever take them
                 _, _, listener = self._commands.get()
                 waiting |= {listener} - {None}
-        for listener in waiting:
-            listener.put(None)
+        hand_out(dict.fromkeys(waiting))
 
     def _take_commands(self, wait: bool) -> bool:
         """Everything that waits, at least one command if ``wait``; False when told to stop."""

@@ -56,28 +56,36 @@ async def deliver(
     return JSONResponse(answer.whole())
 
 
-async def server_sent(answer: Answer, events: AsyncIterator[Event], usage: bool) -> AsyncIterator[str]:
-    """The opening, a chunk where text or an end came, the usage chunk if asked for, [DONE]."""
+async def server_sent(answer: Answer, batches: AsyncIterator[list[Event]], usage: bool) -> AsyncIterator[bytes]:
+    """The opening, a chunk where text or an end came, the usage chunk if asked for, [DONE].
+
+    What came together is sent together: a client that is behind costs no more than one that keeps up.
+    """
     extra = {"usage": None} if usage else {}
     try:
-        async with aclosing(events):
-            for chunk in answer.opening():
-                yield json.dumps({**chunk, **extra})
-            async for event in events:
-                for chunk in answer.chunks(event):
-                    yield json.dumps({**chunk, **extra})
+        async with aclosing(batches):
+            if opening := answer.opening():
+                yield b"".join(sse({**chunk, **extra}) for chunk in opening)
+            async for events in batches:
+                if lines := b"".join(sse({**chunk, **extra}) for event in events for chunk in answer.chunks(event)):
+                    yield lines
     except EngineStopped as error:  # the status has been sent; the client reads it here
-        yield json.dumps(ApiError(503, str(error)).body)
+        yield sse(ApiError(503, str(error)).body)
         return
     except ApiError as error:  # it took too long
-        yield json.dumps(error.body)
+        yield sse(error.body)
         return
     if usage:
-        yield json.dumps({**answer.head, "choices": [], "usage": answer.usage()})
-    yield "[DONE]"
+        yield sse({**answer.head, "choices": [], "usage": answer.usage()})
+    yield b"data: [DONE]\r\n\r\n"
 
 
-async def drained(events: AsyncIterator[Event], http: HttpRequest) -> bool:
+def sse(body: dict[str, Any]) -> bytes:
+    """One event; JSON has no line break inside."""
+    return b"data: %b\r\n\r\n" % json.dumps(body).encode()
+
+
+async def drained(events: AsyncIterator[list[Event]], http: HttpRequest) -> bool:
     """Read ``events`` to the end; False if the client went away first (the framework tells only streaming handlers)."""
 
     async def drain() -> None:

@@ -1,6 +1,5 @@
 """The way to the engine: who may use it now, for how long, and what is counted on the way."""
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -76,7 +75,7 @@ class Gate:
         if most is not None and longest > most:
             raise ContextLengthError(f"generate: prompts: expected at most {most} tokens, this server's limit, got {longest}")
 
-    def stream(self, requests: list[Request]) -> AsyncIterator[Event]:
+    def stream(self, requests: list[Request]) -> AsyncIterator[list[Event]]:
         """As BackgroundEngine.stream; ApiError at once when the queue is full. Their places are the current call's."""
         if self.choices + len(requests) > self._places:
             raise self.limits.queue_full()
@@ -85,22 +84,19 @@ class Gate:
         self.choices += len(requests)
         return self._events(requests, call)
 
-    async def _events(self, requests: list[Request], call: Call) -> AsyncIterator[Event]:
-        begin = time.monotonic()
-        last, left = dict.fromkeys(requests, begin), len(requests)
+    async def _events(self, requests: list[Request], call: Call) -> AsyncIterator[list[Event]]:
+        last, left = dict.fromkeys(requests, time.monotonic()), len(requests)
         call.outcome = "left"  # unless it gets to another end
         try:
-            async with aclosing(self._background.stream(requests)) as events:
-                while left:
-                    async with asyncio.timeout(begin + self.limits.generation_seconds - time.monotonic()):
-                        event = await anext(events)
+            async with aclosing(self._background.stream(requests, self.limits.generation_seconds)) as batches:
+                async for events in batches:
                     now = time.monotonic()
-                    self.metrics.token(event, now - last[event.request])
-                    last[event.request] = now
-                    if event.finish_reason:
-                        left -= 1
-                        call.outcome = call.outcome if left else None
-                    yield event
+                    for event in events:
+                        self.metrics.token(event, now - last[event.request])
+                        last[event.request] = now
+                        left -= event.finish_reason is not None
+                    call.outcome = call.outcome if left else None
+                    yield events
         except TimeoutError as error:
             call.outcome = "failed"
             raise self.limits.too_slow() from error

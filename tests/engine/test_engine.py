@@ -291,8 +291,8 @@ def test_a_reader_slower_than_the_engine_gets_every_piece(n):
 
     async def read():
         background, events = BackgroundEngine(llm.engine), []
-        async for event in background.stream(requests):
-            events.append(event)
+        async for came in background.stream(requests):
+            events += came
             while not all(r.finished for r in requests):
                 time.sleep(0.01)  # the event loop is busy until the engine is done
         background.stop()
@@ -326,7 +326,7 @@ def test_a_reader_whose_event_loop_is_gone_does_not_end_the_engine():
         return background
 
     async def read(background):
-        return [event async for event in background.stream(llm.requests([3, 4], params))]
+        return [event async for events in background.stream(llm.requests([3, 4], params)) for event in events]
 
     background = asyncio.run(leave())
     go.set()
