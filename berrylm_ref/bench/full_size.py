@@ -48,6 +48,7 @@ class Settings:
     seconds_per_workload: float = 30.0
     time_limit: float = 540.0
     http: bool = False
+    http_workloads: tuple[tuple[int, int, int], ...] | None = None  # None: all of them
     profile: bool = False
     check: bool = False
     long: bool = False
@@ -123,7 +124,7 @@ def measure_speed(s: Settings, report: Report, llm: LLM, floors: Floors) -> None
     if s.http:
         with ExitStack() as stack:
             url = report.part("server", lambda: stack.enter_context(served(llm)))
-            for spec in s.workloads if url else ():
+            for spec in over_http(s) if url else ():
                 report.part(name_of(spec), one_over_http, s, report, url, spec, under="http")
     if s.profile:
         for n in s.profile_batches:
@@ -131,6 +132,10 @@ def measure_speed(s: Settings, report: Report, llm: LLM, floors: Floors) -> None
             report.part(f"decode_{n}", profile_decode, *arguments, under="profile")
         if s.prefill_tokens:
             report.part(f"prefill_{s.prefill_tokens}", profile_prefill, llm, floors, s.prefill_tokens, under="profile")
+
+
+def over_http(s: Settings) -> tuple[tuple[int, int, int], ...]:
+    return s.workloads if s.http_workloads is None else s.http_workloads
 
 
 def described(s: Settings) -> dict[str, Any]:
@@ -166,7 +171,7 @@ def build(s: Settings, report: Report) -> BerryLM | None:
 
 def start_engine(s: Settings, source: BerryLM | Path, held: list[LLM]) -> dict[str, Any]:
     """The engine of a model, or of the ranks that share a folder's; how many tokens and snapshots fit beside the weights."""
-    running = max([c for _, _, c in s.workloads] + list(s.profile_batches))
+    running = max([c for _, _, c in (*s.workloads, *over_http(s))] + list(s.profile_batches))
     options = {"max_running_requests": running, **s.engine}
     if isinstance(source, BerryLM):
         held.append(LLM.from_model(source, **options))

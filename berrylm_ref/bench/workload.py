@@ -66,6 +66,11 @@ def parse_workload(text: str) -> tuple[int, int, int]:
         raise ValueError(f"bench: workloads: expected INPUT/OUTPUT@CONCURRENCY as 1k/512@64, got {text!r}") from error
 
 
+def parse_workloads(text: str) -> tuple[tuple[int, int, int], ...]:
+    """Several with commas between them; '' for none."""
+    return tuple(parse_workload(part) for part in text.split(",") if part)
+
+
 def short(tokens: int) -> str:
     return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
 

@@ -16,6 +16,7 @@ def model(
     seconds_per_workload: Annotated[float, typer.Option(help="whole waves are repeated while they fit; one always runs")] = 30,
     time_limit: Annotated[float, typer.Option(help="seconds in all; what does not fit is skipped, the JSON says what")] = 540,
     http: Annotated[bool, typer.Option("--http", help="the workloads once more through the server")] = False,
+    http_workloads: Annotated[str | None, typer.Option(help="those of --http; default: all of --workloads")] = None,
     profile: Annotated[bool, typer.Option("--profile", help="decode steps and a prefill, kernel by kernel")] = False,
     check: Annotated[bool, typer.Option("--check", help="against higher precision; cached against uncached")] = False,
     long: Annotated[bool, typer.Option("--long", help="one prompt of the whole context")] = False,
@@ -45,7 +46,7 @@ def model(
     from ..bench.configs import config_named
     from ..bench.full_size import Settings, measure_model
     from ..bench.targets import TARGETS
-    from ..bench.workload import parse_workload
+    from ..bench.workload import parse_workloads
     from ..model import as_device, as_dtype
     from ..sharding import Shard
 
@@ -54,7 +55,7 @@ def model(
             raise ValueError("bench model: random_weights: expected --random-weights, or --config with a checkpoint's folder")
         as_dtype(dtype), as_device(device)
         Shard(config_named(config, layers), 0, tp)  # refused before weights are drawn
-        specs = tuple(TARGETS) if workloads is None else tuple(parse_workload(w) for w in workloads.split(",") if w)
+        specs = tuple(TARGETS) if workloads is None else parse_workloads(workloads)
         settings = Settings(
             config=config_named(config, layers),
             name=config if config in ("berrylm-os", "tiny") else Path(config).name,
@@ -68,6 +69,7 @@ def model(
             seconds_per_workload=seconds_per_workload,
             time_limit=time_limit,
             http=http,
+            http_workloads=None if http_workloads is None else parse_workloads(http_workloads),
             profile=profile,
             check=check,
             long=long,

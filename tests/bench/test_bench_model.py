@@ -241,9 +241,14 @@ def test_two_ranks_are_measured_like_one(tmp_path):
 @pytest.mark.slow
 def test_the_workloads_over_http_from_another_process(tmp_path):
     out = tmp_path / "model.json"
-    done = invoke(*SMALL, "--workloads", "32/3@2", "--seconds-per-workload", 0, "--prefill-tokens", 0, "--http", "--out", out)
+    done = invoke(
+        *SMALL, "--workloads", "32/3@1", "--http", "--http-workloads", "32/3@2", "--seconds-per-workload", 0,
+        "--prefill-tokens", 0, "--out", out,
+    )  # fmt: skip
     assert done.exit_code == 0, done.output
-    found = json.loads(out.read_text())["http"]["32/3@2"]
+    found = json.loads(out.read_text())
+    assert list(found["workloads"]) == ["32/3@1"] and list(found["http"]) == ["32/3@2"]
+    found = found["http"]["32/3@2"]
     assert found["summary"]["output_tokens"] == 6 and found["tpot_ms"] > 0
 
 
