@@ -14,7 +14,7 @@ Json = Annotated[Path | None, typer.Option("--json", help="write every number he
 Plot = Annotated[Path | None, typer.Option(help="write a picture (PNG) here")]
 Prompts = Annotated[Path | None, typer.Option(help="own prompts: a JSON list of ids, or a JSON string, in each line")]
 Seed = Annotated[int, typer.Option(help="of the built-in prompts")]
-SIDES = "torch-fp64|fp32|bf16, with +clamped, +difference or +sglang; triton-fp32|bf16; fla-bf16; transformers"
+SIDES = "torch-fp64|fp32|bf16, triton-fp32|bf16, both also with +clamped, +difference or +sglang; fla-bf16; transformers"
 ReferenceDevice = Annotated[str, typer.Option(help="where the reference runs: cpu or cuda")]
 
 
@@ -47,7 +47,7 @@ def served(
     """Score fixed ids and decode greedily over HTTP, and compare with the teacher-forced torch reference.
 
     --dtype, --device, --backend and --tp are those of the server that --launch starts. The floor, bf16 torch on the same ids, is
-    measured in the same run. The exit status is 1 when something is out of budget.
+    measured in the same run. What it is at goes to stderr. The exit status is 1 when something is out of budget.
     """
     if context.invoked_subcommand is not None:
         return
@@ -55,27 +55,30 @@ def served(
 
     from rich.console import Console
 
+    from ..model import as_device
     from ..parity.client import Http
     from ..parity.connect import connect
     from ..parity.launch import launched
     from ..parity.measure import measure
+    from ..parity.progress import Progress
     from ..parity.report import draw, print_result, write_json
 
     if (url is None) == (not launch):
         raise typer.BadParameter("expected exactly one of --url and --launch")
-    console = Console()
+    console, on_step = Console(), Progress()
     with clear_errors():
+        as_device(reference_device)  # refused before a server starts
         own = texts(
             model, prompts, new_tokens=new_tokens, short=short, documents=documents, document_length=document_length, quick=quick,
             seed=seed,
         )  # fmt: skip
+        on_step("starting a server" if launch else f"connecting to {url}")
         with launched(model, dtype, device, backend, "--tp", str(tp)) if launch else nullcontext(url) as address:
             api = connect(Http(address, api_key), protocol, own[0].ids[:4])
-            with console.status("starting") as status:
-                result = measure(
-                    model, api, own, new_tokens=new_tokens, reference_dtype=reference_dtype, device=reference_device,
-                    budget=budget, window=window, on_step=status.update,
-                )  # fmt: skip
+            result = measure(
+                model, api, own, new_tokens=new_tokens, reference_dtype=reference_dtype, device=reference_device,
+                budget=budget, window=window, on_step=on_step,
+            )  # fmt: skip
         print_result(result, console)
         if json is not None:
             write_json(result, json)
@@ -123,11 +126,12 @@ def layers(
 
     from ..parity.layers import compare_layers
     from ..parity.layers_report import draw_layers, print_layers, write_layers
+    from ..parity.progress import Progress
     from ..parity.sides import Sides
 
     if ids is not None and prompts is not None:
         raise typer.BadParameter("expected at most one of --ids and --prompts")
-    console = Console()
+    console, on_step = Console(), Progress()
     with clear_errors():
         if ids is not None:
             own = [token_ids(ids)]
@@ -139,11 +143,9 @@ def layers(
         if load is not None:
             runpy.run_path(str(load))
         sides = Sides(model, device)
-        with console.status("loading") as status:
-            one, other = sides.side(a), sides.side(b)
-            report = compare_layers(
-                sides, one, other, own, factor=factor, hidden_factor=layer_factor, on_step=status.update
-            )  # fmt: skip
+        on_step(f"loading {a} and {b}")
+        one, other = sides.side(a), sides.side(b)
+        report = compare_layers(sides, one, other, own, factor=factor, hidden_factor=layer_factor, on_step=on_step)
         print_layers(report, console)
         if json is not None:
             write_layers(report, json)

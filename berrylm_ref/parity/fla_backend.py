@@ -20,11 +20,15 @@ def make(device: torch.device, dtype: torch.dtype) -> Backend:
         raise ValueError(f"backend 'fla': expected flash-linear-attention to be importable, got: {error}") from error
 
     def chunk_kda(
-        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, intra: str = "dyadic", state_boundaries=None, **kwargs
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *,
+        intra: str = "dyadic", state_boundaries=None, lower_bound: float | None = None, **kwargs,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """The arguments of ``ops.kda.chunk_kda``; fla forms its scores in its own way and hands out no boundary states."""
+        """The arguments of ``ops.kda.chunk_kda``; fla forms its scores in its own way, hands out no boundary states, and calls
+        another function of the gate its lower bound (a scaled sigmoid, no maximum)."""
         if intra != "dyadic" or state_boundaries is not None:
             raise ValueError(f"chunk_kda of fla: expected intra 'dyadic', no state_boundaries, got {intra!r}, {state_boundaries}")
+        if lower_bound is not None:
+            raise ValueError(f"chunk_kda of fla: lower_bound: expected none, for its own means something else, got {lower_bound}")
         return kernel(q, k, v, g, beta, **kwargs)
 
     return replace(TORCH, name="fla", chunk_kda=chunk_kda, boundary_states=False)

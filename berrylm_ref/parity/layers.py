@@ -10,6 +10,7 @@ from torch import Tensor
 from ..cache.batch import Batch, Caches
 from .checks import FACTOR, Check, distance, first_over, set_budgets
 from .lockstep import follow, record, weight_storage
+from .progress import quiet
 from .schedule import Schedule, check_prompts
 from .sides import Side, Sides, lower
 from .transformers_side import TransformersSide
@@ -89,7 +90,7 @@ def compare_layers(
     *,
     factor: float = FACTOR,
     hidden_factor: float = HIDDEN_FACTOR,
-    on_step: Callable[[str], None] = lambda _: None,
+    on_step: Callable[[str], None] = quiet,
 ) -> LayerReport:
     """``b`` against the trusted ``a`` on ``prompts`` (6 ids or more each); ``sides`` makes the two that measure the floor.
 
@@ -104,8 +105,7 @@ def compare_layers(
     ops_visible = isinstance(a, Side) and isinstance(b, Side)
     for side in (a, b, floor_a, floor_b):
         if id(side) not in free:
-            on_step(f"running {side.name}")
-            free[id(side)] = trace(side, prompts, in_pieces=ops_visible)
+            free[id(side)] = trace(side, prompts, in_pieces=ops_visible, on_step=on_step)
     growth, floor = grow(free[id(a)], free[id(b)]), grow(free[id(floor_a)], free[id(floor_b)])
     budgets = [hidden_budget(x, low, hidden_factor) for x in floor.layers]
     first = next((i for i, (x, most) in enumerate(zip(growth.layers, budgets, strict=True)) if not x <= most), None)
@@ -116,13 +116,12 @@ def compare_layers(
     if not ops_visible:
         report.why_no_ops = "a side of transformers has no ops to look into"
         return report
-    on_step(f"{b.name} in lockstep with {a.name}")
     if floor_a is a:
-        found = lockstep(a, [b] if floor_b is b else [b, floor_b], prompts, low)
+        found = lockstep(a, [b] if floor_b is b else [b, floor_b], prompts, low, on_step)
         (report.checks, report.left_out), (floor_checks, _) = found[0], found[-1]
     else:
-        ((report.checks, report.left_out),) = lockstep(a, [b], prompts, low)
-        ((floor_checks, _),) = lockstep(floor_a, [floor_b], prompts, low)
+        ((report.checks, report.left_out),) = lockstep(a, [b], prompts, low, on_step)
+        ((floor_checks, _),) = lockstep(floor_a, [floor_b], prompts, low, on_step)
     set_budgets(report.checks, floor_checks, low, factor)
     report.found = first_over(report.checks)
     return report
@@ -139,14 +138,20 @@ def hidden_budget(floor: float, low: torch.dtype, factor: float) -> float:
 
 
 @torch.inference_mode()
-def trace(side: Side | TransformersSide, prompts: list[list[int]], in_pieces: bool = True) -> Trace:
+def trace(
+    side: Side | TransformersSide, prompts: list[list[int]], in_pieces: bool = True, on_step: Callable[[str], None] = quiet
+) -> Trace:
     """A free run over ``prompts``, in pieces with caches or each one whole."""
     if in_pieces:
         schedule = Schedule(prompts, side.backend.boundary_states)
         caches = schedule.caches(side.model)
-        parts = [side.run(schedule.batch(i, caches)) for i in range(schedule.forwards)]
+        parts = []
+        for i in range(schedule.forwards):
+            on_step(f"{side.name} alone: {schedule.step(i)}")
+            parts.append(side.run(schedule.batch(i, caches)))
         rows = schedule.rows
     else:
+        on_step(f"{side.name} alone: whole prompts")
         parts = [whole(side, ids) for ids in prompts]
         rows = [(n, t) for n, ids in enumerate(prompts) for t in range(len(ids))]
     hidden = [torch.cat(x) for x in zip(*(h for _, h in parts), strict=True)]
@@ -173,7 +178,9 @@ def grow(a: Trace, b: Trace) -> Growth:
     )
 
 
-def lockstep(trusted: Side, others: list[Side], prompts: list[list[int]], low: torch.dtype) -> list[tuple[list[Check], int]]:
+def lockstep(
+    trusted: Side, others: list[Side], prompts: list[list[int]], low: torch.dtype, on_step: Callable[[str], None] = quiet
+) -> list[tuple[list[Check], int]]:
     """For each of ``others`` its checks against ``trusted``, and how many tokens of moe calls were left out as near-ties.
 
     A forward is recorded, followed by all, and forgotten, so that one forward's tensors are held at a time.
@@ -183,6 +190,7 @@ def lockstep(trusted: Side, others: list[Side], prompts: list[list[int]], low: t
     own = [schedule.caches(side.model) for side in others]
     found: list[tuple[list[Check], int]] = [([], 0) for _ in others]
     for forward in range(schedule.forwards):
+        on_step(f"{' and '.join(side.name for side in others)} in lockstep with {trusted.name}: {schedule.step(forward)}")
         calls, logits, _ = record(trusted, schedule.batch(forward, caches))
         for n, side in enumerate(others):
             checks, left_out = found[n]

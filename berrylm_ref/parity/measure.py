@@ -14,6 +14,7 @@ import torch
 from ..model import BerryLM
 from .client import Api
 from .connect import limits
+from .progress import quiet
 from .prompts import Prompt
 from .reference import Reference
 from .score import Row, compare
@@ -61,18 +62,19 @@ def measure(
     device: str = "cpu",
     budget: float = BUDGET,
     window: int = WINDOW,
-    on_step: Callable[[str], None] = lambda _: None,
+    on_step: Callable[[str], None] = quiet,
 ) -> Result:
     """Ask ``api`` about ``prompts`` and judge the answers by ``folder`` in ``reference_dtype`` and in bf16 (the floor).
 
     Raises ValueError where the server refuses or the prompts do not fit the model.
     """
+    on_step("loading the reference")
     reference = Reference(folder, reference_dtype, device)
     for prompt in prompts:
         ids = torch.tensor([prompt.ids + prompt.follow], dtype=torch.long)
         reference.model.check_ids(ids)
-    served = ask(api, prompts, new_tokens, lambda name: on_step(f"asking: {name}"))
-    rows = compare(served, reference, Reference(folder, "bfloat16", device), lambda name: on_step(f"reference: {name}"))
+    served = ask(api, prompts, new_tokens, lambda step: on_step(f"asking {step}"))
+    rows = compare(served, reference, Reference(folder, "bfloat16", device), lambda step: on_step(f"reference {step}"))
     about = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "torch": torch.__version__,

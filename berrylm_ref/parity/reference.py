@@ -10,6 +10,7 @@ from ..backend import TORCH
 from ..cache.batch import Batch, Caches, Sequence
 from ..model import BerryLM
 from ..tokenizer import Tokenizer
+from .precision import full_fp32
 
 PIECE = 1024  # tokens of one forward; a logits matrix of so many rows is held at a time
 PAGE = 64
@@ -35,6 +36,7 @@ class Reference:
         tokenizer = Tokenizer.from_folder(folder)
         self.known = tokenizer.size if tokenizer else None
 
+    @full_fp32()
     @torch.inference_mode()
     def score(self, ids: list[int]) -> Scored:
         """Teacher-force ``ids`` (two or more)."""

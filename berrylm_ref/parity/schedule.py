@@ -44,8 +44,9 @@ class Schedule:
             (n, t) for i in range(self.forwards) for n, cuts in enumerate(self.cuts) for t in range(cuts[i], cuts[i + 1])
         ]  # fmt: skip
 
-    def stage(self, forward: int) -> str:
-        return "prefill" if forward == 0 else "continued prefill" if forward == 1 else "decode"
+    def step(self, forward: int) -> str:
+        kind = "prefill" if forward == 0 else "continued prefill" if forward == 1 else "decode"
+        return f"forward {forward + 1} of {self.forwards}, {kind}"
 
     def caches(self, model: BerryLM) -> Caches:
         return Caches.allocate(

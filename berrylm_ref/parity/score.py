@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .client import Answer
+from .progress import quiet
 from .reference import Reference, Scored
 from .served import HIT, Served
 
@@ -43,19 +44,24 @@ class Row:
 
 
 def compare(
-    served: list[Served], reference: Reference, floor: Reference, on_step: Callable[[str], None] = lambda _: None
+    served: list[Served], reference: Reference, floor: Reference, on_step: Callable[[str], None] = quiet
 ) -> list[Row]:
     """Teacher-force every served sequence through both models; each is run once where one is the beginning of another."""
     rows = []
-    for one in served:
-        on_step(one.prompt.name)
+    for number, one in enumerate(served, 1):
         passes = one.passes()
         sequences = [ids + (answer.ids or []) for _, ids, answer in passes]
         longest: list[list[int]] = []
         for ids in sorted(sequences, key=len, reverse=True):
             if not any(other[: len(ids)] == ids for other in longest):
                 longest.append(ids)
-        scored = [(ids, reference.score(ids), floor.score(ids)) for ids in longest]
+        scored = []
+        for ids in longest:
+            pair = []
+            for side in (reference, floor):
+                on_step(f"{number} of {len(served)}, {one.prompt.name}, {len(ids)} ids: {side.model.dtype}")
+                pair.append(side.score(ids))
+            scored.append((ids, *pair))
         for (stage, ids, answer), sequence in zip(passes, sequences, strict=True):
             _, ref, low = next(s for s in scored if s[0][: len(sequence)] == sequence)
             same = answer.ids == one.cold.ids if stage == HIT and answer.ids is not None else None

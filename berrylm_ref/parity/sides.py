@@ -1,4 +1,4 @@
-"""The two things that are put side by side, by name: torch-fp32, triton-bf16, torch-fp32+clamped, fla-bf16, transformers."""
+"""The two things that are put side by side, by name: torch-fp32, triton-bf16, triton-bf16+clamped, fla-bf16, transformers."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -9,9 +9,10 @@ from torch import Tensor
 
 from ..backend import REGISTRY, TORCH, Backend, get_backend
 from ..cache.batch import Batch
-from ..model import BerryLM
+from ..model import BerryLM, as_device
 from ..ops.kda import INTRA
 from . import fla_backend  # noqa: F401 - registers the backend "fla"
+from .precision import full_fp32
 from .transformers_side import TransformersSide
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -31,6 +32,7 @@ class Side:
     def dtype(self) -> torch.dtype:
         return self.model.dtype
 
+    @full_fp32()
     @torch.inference_mode()
     def run(self, batch: Batch, ops: Backend | None = None) -> tuple[Tensor, list[Tensor]]:
         """Logits and the stream behind every layer; with ``ops`` in the backend's place."""
@@ -45,11 +47,14 @@ class Side:
 
 @dataclass
 class Sides:
-    """Makes sides of one checkpoint; a model is loaded once for each dtype."""
+    """Makes sides of one checkpoint; a model is loaded once for each dtype. ValueError where the device is not there."""
 
     folder: Path
     device: str = "cpu"
     models: dict[torch.dtype, BerryLM] = field(default_factory=dict)
+
+    def __post_init__(self):
+        as_device(self.device)
 
     def model(self, dtype: torch.dtype) -> BerryLM:
         if dtype not in self.models:
@@ -66,10 +71,10 @@ class Sides:
         if base.partition("-")[0] == "transformers" and not intra:
             return TransformersSide(name, self.folder, check_dtype(name, base.partition("-")[2] or "fp32"), self.device)
         kind, _, short = base.rpartition("-")
-        if kind not in REGISTRY or (intra and (intra not in INTRA or kind != "torch")):
+        if kind not in REGISTRY or (intra and (intra not in INTRA or kind == "fla")):
             raise ValueError(
-                f"parity layers: side: expected one of {sorted(REGISTRY)} and of {tuple(DTYPES)}, as torch-fp32, after torch-* "
-                f"also one of {tuple('+' + x for x in INTRA)}, or transformers, got {name!r}"
+                f"parity layers: side: expected one of {sorted(REGISTRY)} and of {tuple(DTYPES)}, as torch-fp32, after all but "
+                f"fla-* also one of {tuple('+' + x for x in INTRA)}, or transformers, got {name!r}"
             )
         dtype = check_dtype(name, short)
         backend = get_backend(kind, self.device, dtype)

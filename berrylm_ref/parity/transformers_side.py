@@ -5,6 +5,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .precision import full_fp32
+
 
 class TransformersSide:
     """Whole prompts only: no pieces, no decoding, and no ops to look into."""
@@ -24,6 +26,7 @@ class TransformersSide:
         self.name, self.dtype, self.device = name, dtype, device
         self.layers = self.model.model.layers
 
+    @full_fp32()
     @torch.inference_mode()
     def whole(self, ids: list[int]) -> tuple[Tensor, list[Tensor]]:
         """Logits [T, vocab_size] and the stream [T, D] behind every layer."""

@@ -262,7 +262,7 @@ def test_a_backend_of_ones_own_is_one_option_away(folder, tmp_path):
     [
         ("torch-fp16", "expected one of ('fp64', 'fp32', 'bf16') after the dash, got 'torch-fp16'"),
         ("torch", "got 'torch'"), ("numpy-fp32", "got 'numpy-fp32'"),
-        ("torch-fp32+wild", "got 'torch-fp32+wild'"), ("triton-fp32+clamped", "got 'triton-fp32+clamped'"),
+        ("torch-fp32+wild", "got 'torch-fp32+wild'"), ("fla-bf16+clamped", "got 'fla-bf16+clamped'"),
         ("fla-bf16", "backend 'fla': expected a CUDA device"), ("triton-bf16", "expected"),
         ("transformers-fp32", "expected a transformers that has the model"),
     ],
@@ -297,6 +297,8 @@ def test_the_fla_side_has_its_kernel_in_one_slot(sides, prompts, monkeypatch):
     assert not any(c.op == "kept snapshot" for c in report.checks)
     with pytest.raises(ValueError, match="chunk_kda of fla: expected intra 'dyadic', no state_boundaries, got 'clamped'"):
         backend.chunk_kda(*[None] * 5, intra="clamped")
+    with pytest.raises(ValueError, match="chunk_kda of fla: lower_bound: expected none, .* got -5.0"):
+        backend.chunk_kda(*[None] * 5, lower_bound=-5.0)
     with pytest.raises(ValueError, match="backend 'fla': expected bfloat16"):
         fla_backend.make(torch.device("cuda"), torch.float32)
 
@@ -331,6 +333,40 @@ def test_transformers_is_compared_layer_by_layer(sides, prompts, monkeypatch):
     assert report.first_layer == FULL and not report.checks and "no op is named" in verdict(report)
 
 
+@pytest.mark.parametrize("backend", ["triton", "port"])
+def test_scores_are_chosen_on_any_side_that_has_them(folder, monkeypatch, backend):
+    """Only torch took +clamped: a kernel's own clamped form could not be put beside its exact one."""
+    monkeypatch.setitem(REGISTRY, backend, lambda device, dtype: replace(TORCH, name=backend))
+    side = Sides(folder).side(f"{backend}-fp32+clamped")
+    assert (side.backend.name, side.intra, side.dtype) == (backend, "clamped", torch.float32)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "gpu"])
+def test_a_device_that_is_not_there_is_one_line(folder, device):
+    """An unknown name ended in a traceback of torch."""
+    args = ["--model", str(folder), "--a", "torch-fp32", "--b", "fla-bf16", "--device", device]
+    done = CliRunner().invoke(app, ["parity", "layers", *args])
+    assert done.exit_code == 2 and f"error: device: expected one that is here, as 'cpu', got '{device}'" in done.stderr
+
+
+def test_both_sides_run_in_full_fp32(sides, prompts):
+    """TF32, switched on from outside, would be the trusted side's own error of 1e-3."""
+    seen = set()
+
+    def watched(*args):
+        seen.add(torch.get_float32_matmul_precision())
+        return TORCH.rms_norm(*args)
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        side = Side("watched", sides.model(torch.float32), replace(TORCH, name="watched", rms_norm=watched))
+        compare_layers(sides, sides.plain(torch.float64), side, prompts[1:])
+        assert seen == {"highest"} and torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def test_the_command_names_the_op_and_writes_what_it_found(folder, tmp_path):
     done = CliRunner().invoke(
         app,
@@ -338,6 +374,12 @@ def test_the_command_names_the_op_and_writes_what_it_found(folder, tmp_path):
          "--json", str(tmp_path / "l.json"), "--plot", str(tmp_path / "l.png")],
     )  # fmt: skip
     assert done.exit_code == 1 and "out of budget: layer 0, chunk_kda" in done.stdout
+    lines = done.stderr.splitlines()
+    assert [line.split(" s  ")[1] for line in lines[:3]] == [
+        "loading torch-fp32 and torch-fp32+clamped", "torch-fp32 alone: forward 1 of 6, prefill",
+        "torch-fp32 alone: forward 2 of 6, continued prefill",
+    ], "a run of minutes printed nothing"  # fmt: skip
+    assert lines[-1].endswith(" s  torch-fp32 in lockstep with torch-fp64: forward 6 of 6, decode")
     assert (tmp_path / "l.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "l.json").read_text())["found"]["op"] == "chunk_kda"
     few = ["parity", "layers", "--model", str(folder), "--a", "torch-fp64", "--b", "torch-fp32", "--ids", "1 2 3"]

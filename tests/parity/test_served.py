@@ -1,6 +1,7 @@
 """The harness against servers on real sockets: ours, faulty ones, and others' protocols."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from served import saying, serving, whole
 from typer.testing import CliRunner
 
 import berrylm_ref
-from berrylm_ref import LLM, SamplingParams
+from berrylm_ref import LLM, BerryLM, SamplingParams
 from berrylm_ref.backend import TORCH
 from berrylm_ref.cli import app
 from berrylm_ref.parity.client import Answer, Http
@@ -27,7 +28,7 @@ from berrylm_ref.parity.generate_api import GenerateApi
 from berrylm_ref.parity.launch import launched
 from berrylm_ref.parity.measure import measure
 from berrylm_ref.parity.prompts import read_prompts, seeded_prompts
-from berrylm_ref.parity.reference import Scored
+from berrylm_ref.parity.reference import Reference, Scored
 from berrylm_ref.parity.score import distances, windows
 from berrylm_ref.tokenizer import Tokenizer
 
@@ -287,6 +288,16 @@ def test_the_built_in_prompts_are_fixed_and_fit(tmp_path):
         read_prompts(path, None)
 
 
+def assert_steps(stderr, *parts):
+    """Lines of seconds and a step, in this order among others."""
+    steps = [re.fullmatch(r" *(\d+\.\d) s  (.+)", line) for line in stderr.splitlines() if " INFO " not in f" {line}"]
+    assert all(steps), stderr
+    times = [float(step[1]) for step in steps]
+    assert times == sorted(times)
+    left = iter(step[2] for step in steps)
+    assert all(any(part in step for step in left) for part in parts), stderr
+
+
 def test_the_command_launches_a_server_measures_and_ends_it(folder, tmp_path):
     """Real processes: the server is another one, in a group of its own, and gone afterwards."""
     files = {"--json": tmp_path / "p.json", "--plot": tmp_path / "p.png"}
@@ -296,11 +307,38 @@ def test_the_command_launches_a_server_measures_and_ends_it(folder, tmp_path):
          *(str(x) for pair in files.items() for x in pair)],
     )  # fmt: skip
     assert done.exit_code == 0, done.output
+    assert_steps(
+        done.stderr,
+        "starting a server", "loading the reference",
+        "asking 1 of 2, short 0, 20 ids: cold", "asking 1 of 2, short 0, 20 ids: cache hit", "ids: multi-turn",
+        "asking 2 of 2, short 1, 120 ids: cold", "reference 1 of 2, short 0, ", "ids: torch.bfloat16",
+        "reference 2 of 2, short 1, ", "ids: torch.bfloat16",
+    )  # fmt: skip
     assert "times the floor" in done.stdout and (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads((tmp_path / "p.json").read_text())
     assert found["lines"][-1]["mean"] < 1e-5 and not found["findings"]
     assert CliRunner().invoke(app, ["parity", "--model", str(folder)]).exit_code == 2, "neither --url nor --launch"
     assert CliRunner().invoke(app, ["parity", "--launch", "--url", "http://127.0.0.1:1"]).exit_code == 2
+
+
+def test_a_reference_device_that_is_not_there_is_refused_before_a_server_starts(monkeypatch):
+    monkeypatch.setattr("berrylm_ref.parity.launch.subprocess.Popen", None)
+    done = CliRunner().invoke(app, ["parity", "--launch", "--reference-device", "cuda:99"])
+    assert done.exit_code == 2 and "device: expected one that is here, as 'cpu', got 'cuda:99'" in done.stderr
+
+
+def test_a_trusted_side_in_fp32_is_in_fp32(folder, monkeypatch):
+    """Some containers switch TF32 on by an environment variable: the reference would be 1e-3 off, and every port with it."""
+    seen = []
+    run = BerryLM.run
+    monkeypatch.setattr(BerryLM, "run", lambda *args: seen.append(torch.get_float32_matmul_precision()) or run(*args))
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        Reference(folder).score([1, 2, 3])
+        assert seen == ["highest"] and torch.get_float32_matmul_precision() == "high", "and what the caller chose is left to him"
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_a_launched_server_ends_with_its_measurement(folder):
