@@ -18,9 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import embedding
 
+from .allreduce import AllReduce
 from .backend import Backend
 from .config import BerryLMConfig
 
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 Widths = Callable[[BerryLMConfig], tuple[int, ...]]
 
 
@@ -112,6 +114,7 @@ class Shard:
     rank: int = 0
     size: int = 1
     local: BerryLMConfig = field(init=False)
+    all_reduce: AllReduce = field(default_factory=AllReduce, init=False, compare=False, repr=False)
 
     def __post_init__(self):
         if not 0 <= self.rank < self.size:
@@ -166,10 +169,7 @@ class Shard:
 
     def reduce(self, x: Tensor) -> Tensor:
         """The sum of every rank's ``x``, the same bits on each; ``x`` may be overwritten."""
-        if self.size > 1:
-            x = x.contiguous()
-            dist.all_reduce(x)
-        return x
+        return self.all_reduce(x) if self.size > 1 else x
 
     def embed(self, ids: Tensor, weight: Tensor) -> Tensor:
         """ids [P], this rank's rows [vocab_size / size, D] -> [P, D]."""
@@ -183,9 +183,9 @@ class Shard:
         """[M, vocab_size / size] of every rank -> [M, vocab_size]."""
         if self.size == 1:
             return logits
-        parts = [torch.empty_like(logits) for _ in range(self.size)]
-        dist.all_gather(parts, logits)
-        return torch.cat(parts, -1)
+        parts = logits.new_empty(self.size, *logits.shape)
+        all_gather(parts.flatten(0, 1), logits)
+        return parts.movedim(0, 1).flatten(1)
 
     def backend(self, ops: Backend) -> Backend:
         """``ops`` with the two all-reduces of a layer: before the sum of the mixer, and before that of the MoE.

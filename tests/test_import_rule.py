@@ -15,7 +15,7 @@ REPO = Path(__file__).parents[1]
 # Lowest first. A file imports from the groups before its own and, inside its group, from the names left of it.
 GROUPS = (
     ("config", "ops", "tokenizer", "shipped"),
-    ("shadow", "backend", "sharding", "weights"),
+    ("shadow", "backend", "allreduce", "sharding", "weights"),
     ("cache",),
     ("merged", "layers", "model", "random_weights"),
     ("engine",),

@@ -189,6 +189,7 @@ def start_engine(s: Settings, source: BerryLM | Path, held: list[LLM]) -> dict[s
         "prefix_cache": cache.strategy,
         "prefill_chunk": held[0].engine.scheduler.token_budget,
         "overlap": held[0].engine.overlap,
+        "all_reduce": held[0].model.shard.all_reduce.name,
         "decode_buckets": held[0].engine.runner.buckets,
         "cache_bytes": sum(x.nbytes for x in vars(pool.caches).values()),
         "peak_memory_bytes": peak_memory(torch.device(s.device)),
@@ -196,7 +197,7 @@ def start_engine(s: Settings, source: BerryLM | Path, held: list[LLM]) -> dict[s
     print(
         f"{facts['kv_tokens']:,} tokens of KV, {facts['snapshots']} snapshots of {facts['snapshot_bytes'] / 1e6:.1f} MB and "
         f"{facts['running_requests']} running sequences fit beside the weights ({facts['cache_bytes'] / 1e9:.1f} GB); "
-        f"peak memory so far {facts['peak_memory_bytes'] / 1e9:.1f} GB"
+        f"peak memory so far {facts['peak_memory_bytes'] / 1e9:.1f} GB; all-reduce: {facts['all_reduce']}"
     )
     return facts
 

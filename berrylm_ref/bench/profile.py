@@ -17,6 +17,7 @@ from .steps import first_token_seconds, new_requests, running, step_seconds, unt
 
 # The first pattern found in a kernel's name decides.
 PATTERNS = (
+    ("between ranks", r"nccl|all_?reduce"),
     ("KDA", r"kda|_prepare_kernel|_update_kernel|_conv_kernel"),
     ("MoE", r"_few_|_gate_up|_down_|_combine|_logits_kernel|_route_|_plan_|_swiglu|moe|expert"),
     ("attention", r"_decode_kernel|_merge_kernel|_gate_kernel|qk_norm_rope|flash|fmha|attention"),

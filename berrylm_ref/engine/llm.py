@@ -121,6 +121,7 @@ class LLM:
             snapshot_bytes=snapshot_bytes,
             snapshot_dtype=snapshot_dtype,
             keep_snapshots=strategy != "off",
+            free=ranks.free if ranks else None,
         )
         pool = (ranks.pool if ranks else Pool)(model.local, sizes, dtype=model.dtype, device=model.device)
         if decode_buckets is None:

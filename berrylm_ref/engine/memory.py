@@ -35,15 +35,17 @@ def plan_sizes(
     snapshot_bytes: int | None,
     snapshot_dtype: torch.dtype | None,
     keep_snapshots: bool,
+    free: int | None = None,
 ) -> PoolSizes:
     """Fill what is left open: KV for ``max_total_tokens`` tokens, snapshots for ``snapshot_bytes`` bytes.
 
     By default a share of the free GPU memory, on a CPU a fixed budget; at least one whole context and four snapshots a running
-    request, at most 32 contexts and 4096 snapshots, so that a tiny model does not take what it can't use.
+    request, at most 32 contexts and 4096 snapshots, so that a tiny model does not take what it can't use. ``free``: bytes of
+    GPU memory that are free on every rank, None: what is free here.
     """
-    free = None
     if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0] - (max_running_requests + 1) * state_bytes(config, dtype)
+        free = torch.cuda.mem_get_info(device)[0] if free is None else free
+        free -= (max_running_requests + 1) * state_bytes(config, dtype)
     if max_total_tokens is None:
         budget = CPU_KV_BYTES if free is None else int(free * GPU_KV_SHARE)
         context = config.max_position_embeddings

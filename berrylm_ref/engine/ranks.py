@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, start_processes
 
+from ..allreduce import choice
 from ..cache.pool import Pool, PoolSizes
 from ..config import BerryLMConfig
 from ..model import BerryLM, as_dtype
@@ -65,13 +66,18 @@ class Job:
         options = {"dtype": self.dtype, "device": self.device_of(rank), "backend": self.backend, "kda_intra": self.kda_intra}
         return load_or_draw(self.folder, self.seed, shard=shard, **options)
 
-    def join(self, rank: int, store: dist.Store) -> Line:
-        """Meet the other ranks: NCCL between GPUs, gloo between CPU processes, and gloo for messages."""
-        device = self.device_of(rank)
+    def join(self, rank: int, store: dist.Store, model: BerryLM) -> Line:
+        """Meet the other ranks: NCCL between GPUs, gloo between CPU processes, and gloo for messages, which no GPU waits for."""
+        device = model.device
         backend = "nccl" if device.type == "cuda" else "gloo"
         place = {"device_id": device} if device.type == "cuda" else {}
         dist.init_process_group(backend, store=store, rank=rank, world_size=self.size, **place)
-        return Line(dist.new_group(backend="gloo", timeout=IDLE))
+        line = Line(dist.new_group(backend="gloo", timeout=IDLE))
+        model.shard.all_reduce.prepare(device, model.dtype)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what loading took
+            store.set(free(rank), str(torch.cuda.mem_get_info(device)[0]))
+        return line
 
 
 class Ranks:
@@ -89,6 +95,8 @@ class Ranks:
         self.fault: str | None = None
         self.exits = device == "cuda"
         self.line: Line | None = None
+        self.free: int | None = None  # bytes, on the GPU that has least
+        self._runner: Runner | None = None
         self._died, self._closing = threading.Event(), threading.Event()
         self._scratch = tempfile.mkdtemp(prefix="berrylm-ranks-")
         store = os.path.join(self._scratch, "store")
@@ -109,7 +117,9 @@ class Ranks:
                 if self.fault or time.monotonic() > end:
                     raise RankDied(self.fault or f"tensor parallel: a rank was not ready after {START_SECONDS} s")
                 time.sleep(0.02)
-            self.line = self.job.join(0, store)
+            self._store, self.line = store, self.job.join(0, store, model)
+            if self.job.device == "cuda":
+                self.free = min(int(store.get(free(rank))) for rank in range(self.job.size))
             return model
         except BaseException:
             self.close()
@@ -124,7 +134,8 @@ class Ranks:
 
     def runner(self, model: BerryLM, caches, buckets: list[int], graphs: bool) -> Runner:
         self.line.say("runner", buckets, graphs)  # they capture their graphs while this one does
-        return LeadingRunner(self, model, caches, buckets, graphs)
+        self._runner = LeadingRunner(self, model, caches, buckets, graphs)
+        return self._runner
 
     @contextmanager
     def in_step(self) -> Iterator[Line]:
@@ -137,6 +148,8 @@ class Ranks:
             self._died.wait(1)  # a rank that has died is found within this time
             self.fault = self.fault or f"tensor parallel: a step broke off, and the ranks are out of step: {error!r}"
             self.close()
+            if self.exits:
+                threading.Thread(target=self._exit, daemon=True).start()
             raise RankDied(self.fault) from error
 
     def close(self) -> None:
@@ -146,9 +159,11 @@ class Ranks:
         self._closing.set()
         if self.line and not self.fault:
             self.line.say("stop")
-            end = time.monotonic() + STOP_SECONDS
-            while any(status is None for status in self.statuses().values()) and time.monotonic() < end:
-                time.sleep(0.02)
+            others = [stopped(rank) for rank in range(1, self.job.size)]
+            wait_until(lambda: self._store.check(others) or all(x is not None for x in self.statuses().values()))
+            if self.job.device == "cuda":  # NCCL's communicator ends on all ranks at once
+                self._leave()
+            wait_until(lambda: all(status is not None for status in self.statuses().values()))
         self._end()
 
     def statuses(self) -> dict[int, int | None]:
@@ -160,10 +175,26 @@ class Ranks:
 
     def _end(self) -> None:
         self._processes.close(signal.SIGKILL)
-        if dist.is_initialized():
+        if self.job.device == "cpu" and dist.is_initialized():
             dist.destroy_process_group()
         shutil.rmtree(self._scratch, ignore_errors=True)
         atexit.unregister(self.close)
+
+    def _leave(self) -> None:
+        """End this rank's part of NCCL, in a thread: it can wait for ever."""
+        thread = threading.Thread(target=leave, args=(self._runner, self.job.device_of(0)), daemon=True)
+        thread.start()
+        thread.join(STOP_SECONDS)
+        if thread.is_alive():
+            log.error("tensor parallel: NCCL did not end within %d s: this process will exit with status 1", STOP_SECONDS)
+            atexit.register(os._exit, 1)
+
+    def _exit(self) -> None:
+        """End this process, after a second in which the engine says so to whoever waits."""
+        time.sleep(1)
+        print(f"error: {self.fault}", file=sys.stderr, flush=True)
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        os._exit(1)
 
     def _watch_them(self) -> None:
         while not self._closing.wait(WATCH_SECONDS):
@@ -176,15 +207,13 @@ class Ranks:
                 log.error("%s", self.fault)
                 self._processes.close(signal.SIGKILL)
                 if self.exits:
-                    time.sleep(1)  # in which the engine says so to whoever waits
-                    print(f"error: {self.fault}", file=sys.stderr, flush=True)
-                    shutil.rmtree(self._scratch, ignore_errors=True)
-                    os._exit(1)
+                    self._exit()
                 return
 
 
 def check(folder: str | Path, size: int, device: str, backend: str) -> None:
     """ValueError before anything is started."""
+    choice()
     Shard(BerryLMConfig.from_pretrained(folder), 0, size)
     if device not in ("cpu", "cuda"):
         raise ValueError(f"LLM: device: expected 'cpu' or 'cuda' with tp = {size}, got {device!r}")
@@ -215,6 +244,32 @@ def launch(job: Job, scratch: str) -> PContext:
 def ready(rank: int) -> str:
     """The key that a rank sets when it has its weights."""
     return f"ready/{rank}"
+
+
+def stopped(rank: int) -> str:
+    """The key that a rank sets when it has been told to stop."""
+    return f"stopped/{rank}"
+
+
+def free(rank: int) -> str:
+    """The key of the bytes that are free on a rank's GPU beside its weights."""
+    return f"free/{rank}"
+
+
+def leave(runner: Runner | None, device: torch.device) -> None:
+    """End this rank's part of the process group, when nothing runs any more; all ranks do so at once."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        if runner:
+            runner.release()
+    dist.destroy_process_group()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = STOP_SECONDS) -> None:
+    """Until it holds or so many seconds have passed."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
 
 
 def use_loopback() -> None:

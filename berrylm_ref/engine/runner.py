@@ -144,6 +144,10 @@ class Runner:
             self._static[size] = Static(meta, rows, rows[:size])
         return self._static[size]
 
+    def release(self) -> None:
+        """Give up the buffers and graphs: what was captured in them, as NCCL's communicator, can't end before."""
+        self._static.clear()
+
     @torch.inference_mode()
     def capture(self) -> None:
         """One graph a bucket out of one pool of memory: the largest first, and the others fit into what it took."""

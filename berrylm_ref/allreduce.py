@@ -1,0 +1,117 @@
+"""The sum over all ranks of tensor parallel: torch.distributed, and on GPUs for small messages one kernel over peers' memory.
+
+A decode step has two all-reduces a layer, of 4 KB for one sequence and 256 KB for 64, and what they take is their start. With
+symmetric memory every rank puts its part where the others can read it, waits until all have, and adds up all parts in the
+order of the ranks: one kernel, and the same bits everywhere. Multicast is never used.
+"""
+
+import logging
+import os
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+VARIABLE, CHOICES = "BERRYLM_ALL_REDUCE", ("auto", "nccl")  # nccl: for every size
+SMALL = 512 * 1024  # bytes up to which one kernel reads all parts; beyond, NCCL moves less
+ALIGNED = 16  # bytes, of what a thread loads
+CHECK_SECONDS = 20
+
+
+def choice() -> str:
+    """What the environment asks for; ValueError for what is not known."""
+    found = os.environ.get(VARIABLE, "auto")
+    if found not in CHOICES:
+        raise ValueError(f"tensor parallel: {VARIABLE}: expected one of {CHOICES}, got {found!r}")
+    return found
+
+
+class AllReduce:
+    """``all_reduce(x)`` is the sum of every rank's x, the same bits on each; x may be overwritten."""
+
+    def __init__(self):
+        self._buffer: Tensor | None = None
+
+    @property
+    def name(self) -> str:
+        if self._buffer is not None:
+            return f"one-shot over peers' memory up to {SMALL // 1024} KiB, NCCL beyond"
+        return dist.get_backend() if dist.is_initialized() else "none"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        if self._buffer is not None and self.takes(x):
+            mine = self._buffer[: x.numel()].view(x.shape)
+            return torch.ops.symm_mem.one_shot_all_reduce_copy(mine, x, "sum", self._group)
+        dist.all_reduce(x)
+        return x
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether one kernel does it: by shape and dtype alone, on which all ranks agree."""
+        return x.dtype == self._buffer.dtype and 0 < x.nbytes <= SMALL and x.nbytes % ALIGNED == 0
+
+    def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Set up the one kernel and compare it with NCCL; all ranks call it, and use it where it is right on each of them."""
+        if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float32):
+            return
+        fault = None
+        if choice() == "nccl":
+            fault = f"{VARIABLE}=nccl"
+        else:
+            try:
+                self._buffer, self._group = shared_buffer(device, dtype)
+            except RuntimeError as error:  # no access to peers' memory
+                fault = str(error).splitlines()[0]
+        if everywhere(fault is None, device):
+            fault = self.check(device, dtype)
+            if everywhere(fault is None, device):
+                log.info("all-reduce: %s", self.name)
+                return
+        self._buffer = None
+        log.warning("all-reduce: NCCL for every size: %s", fault or "another rank can't have it otherwise")
+
+    def check(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """What is wrong with the sums, or None. Whole numbers add up exactly: NCCL must find the same; of others the bits must
+        be the same on every rank, call after call, at once."""
+        rng = torch.Generator(device).manual_seed(dist.get_rank() + 1)
+        sizes = [ALIGNED // dtype.itemsize, 2048, 13 * 2048, SMALL // dtype.itemsize]
+        whole = [torch.randint(-60, 60, (n,), generator=rng, device=device).to(dtype) for n in sizes]
+        parts = [torch.randn(n, generator=rng, device=device).to(dtype) for n in sizes]
+        sums, others = [self(x) for x in whole], [self(x) for x in parts]
+        done = torch.cuda.Event()
+        done.record()
+        end = time.monotonic() + CHECK_SECONDS
+        while not done.query():
+            if time.monotonic() > end:
+                raise TimeoutError(f"tensor parallel: the sum over peers' memory does not end: set {VARIABLE}=nccl")
+            time.sleep(0.001)
+        faults = []
+        for x, found in zip(whole, sums, strict=True):
+            dist.all_reduce(x)
+            if not torch.equal(found, x):
+                faults.append(f"one kernel and NCCL differ at {x.nbytes} bytes")
+        for found in others:
+            first = found.clone()
+            dist.broadcast(first, 0)
+            if not torch.equal(found, first):
+                faults.append(f"ranks differ at {found.nbytes} bytes")
+        return "; ".join(faults) or None
+
+
+def everywhere(holds: bool, device: torch.device) -> bool:
+    """Whether it holds on every rank."""
+    verdict = torch.tensor([holds], dtype=torch.int32, device=device)
+    dist.all_reduce(verdict, dist.ReduceOp.MIN)
+    return bool(verdict.item())
+
+
+def shared_buffer(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, str]:
+    """SMALL bytes that every rank of the group can read, and the group's name."""
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    import torch.distributed._symmetric_memory as memory
+
+    buffer, group = memory.empty(SMALL // dtype.itemsize, dtype=dtype, device=device), dist.group.WORLD.group_name
+    memory.rendezvous(buffer, group)
+    return buffer, group
