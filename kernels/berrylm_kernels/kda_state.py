@@ -116,7 +116,7 @@ def state(x: KDACall, s: Scratch, output_final_state: bool) -> tuple[Tensor, Ten
     """-> o [P, HV, V] in v's dtype, final state [N, HV, K, V] fp32 if asked, kept states [M, HV, K, V] in the table's order."""
     _, HV, K, V = x.heads
     device, BK, PV = x.q.device, padded(K), padded(V)
-    o = torch.empty(x.v.shape, dtype=x.v.dtype, device=device)
+    o = torch.empty_like(x.v, memory_format=torch.contiguous_format)  # a shape given as torch.Size costs the host 1 us
     final = torch.empty(x.N, HV, K, V, device=device) if output_final_state else None
     M = 0 if x.boundaries is None else x.boundaries.shape[0]
     kept = None if x.boundaries is None else torch.empty(M, HV, K, V, device=device)
