@@ -76,7 +76,7 @@ def layer_profile(model: BerryLM, prompts: int, tokens: int) -> dict[str, Any]:
             found[name] = [distance(x, ref) for x, ref in zip(got, wanted, strict=True)]
             agreement[name].append(float((got[-1].argmax(-1) == best).float().mean()))
         rows.append(found)
-        print(f"prompt {len(rows)}: logits off by {found['ours'][-1]:.4f}, torch's by {found['torch'][-1]:.4f}", flush=True)
+        print(f"prompt {len(rows)}: logits off by {found['ours'][-1]:.3g}, torch's by {found['torch'][-1]:.3g}", flush=True)
     ratios = [[a / b if b else float(a > 0) for a, b in zip(row["ours"], row["torch"], strict=True)] for row in rows]
     largest, prompt, layer = max((ratio, n, i) for n, row in enumerate(ratios) for i, ratio in enumerate(row))
     return {
