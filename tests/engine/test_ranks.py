@@ -5,28 +5,23 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import threading
 import time
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 
-import httpx
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import assert_close, randomise, tiny_config
 from models import byte_tokenizer
-from served import free_port
+from two_ranks import SECONDS, children, ended, opened, outcome, recorded, serving, started, wait_for
 
 from berrylm_ref import LLM, BerryLM, BerryLMConfig, SamplingParams
 from berrylm_ref.backend import TORCH
 from berrylm_ref.engine.mirror import PACKET, Line
 from berrylm_ref.engine.ranks import RankDied
-
-SECONDS = 10  # in which everything has ended after a death
 
 
 @cache
@@ -38,41 +33,6 @@ def folder(kv_heads=2, **overrides):
     randomise(BerryLM(config), seed=11).save_pretrained(path)
     byte_tokenizer().save(str(path / "tokenizer.json"))
     return path
-
-
-@contextmanager
-def opened(path, **options):
-    llm = LLM(path, **{"max_total_tokens": 4096, "snapshot_bytes": 2**21, **options})
-    try:
-        yield llm
-    finally:
-        llm.close()
-
-
-def recorded(llm):
-    """The logits of every forward from here on."""
-    forward, out = llm.engine.runner.forward, []
-    llm.engine.runner.forward = lambda parts: out.append(forward(parts).clone()) or out[-1]
-    return out
-
-
-def ended(pid):
-    """Whether the process is gone, or only waits for its parent to notice."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
-def wait_for(condition, seconds=SECONDS):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"not within {seconds} s"
-        time.sleep(0.02)
-
-
-def children(pid):
-    return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
 
 
 @pytest.mark.parametrize("kv_heads", [2, 1])
@@ -235,12 +195,6 @@ def test_a_step_that_breaks_off_ends_the_ranks(monkeypatch):
             llm.generate([[1, 2]])
         assert ended(pid)
 
-
-def started(code, **options):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, *code], env=environment, text=True, stdout=subprocess.PIPE, **options)
-
-
 def test_no_rank_outlives_the_first():
     """Killed with SIGKILL, rank 0 can't tell anyone."""
     code = f"from berrylm_ref import LLM; llm = LLM({str(folder())!r}, tp=2); print(llm.ranks.pids()[1], flush=True); input()"
@@ -254,35 +208,11 @@ def test_no_rank_outlives_the_first():
     wait_for(lambda: ended(pid) and not store.parent.exists())
 
 
-@contextmanager
-def serving(*options):
-    """``berrylm serve --tp 2``: the process, its other rank's pid, and a client."""
-    port = free_port()
-    command = ["-m", "berrylm_ref.cli", "serve", "--model", str(folder()), "--tp", "2", "--port", str(port), *options]
-    server = started(command, stderr=subprocess.PIPE)
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
-            assert "curl" in "".join(server.stdout.readline() for _ in range(2))
-
-            def up():
-                try:
-                    return client.get("/health").status_code == 200
-                except httpx.HTTPError:
-                    return False
-
-            wait_for(up, 30)
-            (pid,) = children(server.pid)
-            yield server, pid, client
-    finally:
-        server.kill()
-        server.wait()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_server_ends_with_its_rank(busy):
     """A server that goes on without a rank would take requests and answer none."""
-    with serving() as (server, pid, client):
+    with serving(folder()) as (server, pid, client):
         body = {"prompt": [1, 2, 3], "max_tokens": 12_000 if busy else 5, "ignore_eos": True}
         asked = []
         ask = threading.Thread(target=lambda: asked.append(outcome(client, body)))
@@ -300,18 +230,10 @@ def test_a_server_ends_with_its_rank(busy):
         assert server.returncode == 1 and f"error: tensor parallel: rank 1 of 2 (pid {pid}) was ended by SIGKILL" in said
         assert not busy or asked[0] != 200
 
-
-def outcome(client, body):
-    try:
-        return client.post("/v1/completions", json=body).status_code
-    except httpx.HTTPError as error:
-        return type(error).__name__
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_server_that_is_stopped_leaves_no_rank(number):
-    with serving() as (server, pid, _):
+    with serving(folder()) as (server, pid, _):
         server.send_signal(number)
         server.wait(SECONDS)
         wait_for(lambda: ended(pid))
