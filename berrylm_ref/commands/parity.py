@@ -1,5 +1,6 @@
 """``berrylm parity``: how far a server, or another implementation of the model's parts, is from the reference."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -69,8 +70,8 @@ def served(
     with clear_errors():
         as_device(reference_device)  # refused before a server starts
         own = texts(
-            model, prompts, new_tokens=new_tokens, short=short, documents=documents, document_length=document_length, quick=quick,
-            seed=seed,
+            model, prompts, on_step, new_tokens=new_tokens, short=short, documents=documents, document_length=document_length,
+            quick=quick, seed=seed,
         )  # fmt: skip
         on_step("starting a server" if launch else f"connecting to {url}")
         with launched(model, dtype, device, backend, "--tp", str(tp)) if launch else nullcontext(url) as address:
@@ -88,8 +89,8 @@ def served(
         raise typer.Exit(1)
 
 
-def texts(model: Path, prompts: Path | None, **options):
-    """The prompts of the options: a file's, or the built-in ones cut to the model's context."""
+def texts(model: Path, prompts: Path | None, on_step: Callable[[str], None], **options):
+    """The prompts of the options: a file's, or the built-in ones cut to the model's context, which is said."""
     from ..config import BerryLMConfig
     from ..parity.prompts import read_prompts, seeded_prompts
     from ..tokenizer import Tokenizer
@@ -100,6 +101,10 @@ def texts(model: Path, prompts: Path | None, **options):
     own = seeded_prompts(vocab_size=config.vocab_size, context=config.max_position_embeddings, tokenizer=tokenizer, **options)
     if not own:
         raise ValueError("parity: prompts: expected at least one, got --short 0 --documents 0")
+    lengths, asked = [len(prompt.ids) for prompt in own if prompt.kind == "document"], options["document_length"] or 0
+    if lengths and max(lengths) < asked:
+        context = config.max_position_embeddings
+        on_step(f"documents have {max(lengths)} ids, not {asked}: the context of the model holds {context}")
     return own
 
 
@@ -136,9 +141,9 @@ def layers(
         if ids is not None:
             own = [token_ids(ids)]
         elif prompts is not None:
-            own = [prompt.ids for prompt in texts(model, prompts, seed=seed)]
+            own = [prompt.ids for prompt in texts(model, prompts, on_step, seed=seed)]
         else:
-            built = texts(model, None, new_tokens=1, short=0, documents=1, document_length=length, seed=seed)[0].ids
+            built = texts(model, None, on_step, new_tokens=1, short=0, documents=1, document_length=length, seed=seed)[0].ids
             own = [built, built[: len(built) * 3 // 5]]
         if load is not None:
             runpy.run_path(str(load))

@@ -321,6 +321,14 @@ def test_the_command_launches_a_server_measures_and_ends_it(folder, tmp_path):
     assert CliRunner().invoke(app, ["parity", "--launch", "--url", "http://127.0.0.1:1"]).exit_code == 2
 
 
+def test_documents_that_the_context_cuts_are_named(folder):
+    """65536 ids were asked for, 16311 measured, and only the table's column of tokens showed it."""
+    args = ["--model", str(folder), "--url", "http://127.0.0.1:9", "--short", "0", "--document-length"]
+    cut, whole_one = (CliRunner().invoke(app, ["parity", *args, length]) for length in ("65536", "100"))
+    assert "documents have 4023 ids, not 65536: the context of the model holds 4096" in cut.stderr
+    assert "documents have" not in whole_one.stderr and "expected a server at" in whole_one.stderr
+
+
 def test_a_reference_device_that_is_not_there_is_refused_before_a_server_starts(monkeypatch):
     monkeypatch.setattr("berrylm_ref.parity.launch.subprocess.Popen", None)
     done = CliRunner().invoke(app, ["parity", "--launch", "--reference-device", "cuda:99"])
