@@ -9,6 +9,8 @@ from typing import Any, Protocol
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 from sse_starlette import EventSourceResponse
+from sse_starlette.sse import SendTimeoutError
+from starlette.types import Message, Send
 
 from ..engine.background import EngineStopped
 from ..engine.engine import Event
@@ -50,10 +52,21 @@ async def deliver(
     events = engine.stream(requests)
     if stream:
         lines = server_sent(answer, events, options is not None and bool(options.include_usage))
-        return EventSourceResponse(lines, send_timeout=engine.limits.send_seconds)
+        return EventStream(lines, send_timeout=engine.limits.send_seconds)
     if not await drained(events, http):
         return Response(status_code=CLIENT_GONE)
     return JSONResponse(answer.whole())
+
+
+class EventStream(EventSourceResponse):
+    """The library's response with a cheaper time limit: its own scope took a quarter of all that a token costs here."""
+
+    async def _send_with_timeout(self, send: Send, message: Message) -> None:
+        try:
+            async with asyncio.timeout(self.send_timeout):
+                await send(message)
+        except TimeoutError as error:
+            raise SendTimeoutError() from error
 
 
 async def server_sent(answer: Answer, batches: AsyncIterator[list[Event]], usage: bool) -> AsyncIterator[bytes]:
