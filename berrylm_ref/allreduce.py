@@ -20,12 +20,19 @@ ALIGNED = 16  # bytes, of what a thread loads
 CHECK_SECONDS = 20
 
 
-def choice() -> str:
-    """What the environment asks for; ValueError for what is not known."""
+_started = False  # torch numbers what processes exchange about peers' memory, and ranks started later begin anew
+
+
+def choose() -> str | None:
+    """Why NCCL takes every size, for all ranks of a start alike; None: it need not. ValueError for an unknown choice."""
+    global _started
     found = os.environ.get(VARIABLE, "auto")
     if found not in CHOICES:
         raise ValueError(f"tensor parallel: {VARIABLE}: expected one of {CHOICES}, got {found!r}")
-    return found
+    if found == "nccl":
+        return f"{VARIABLE}=nccl"
+    again, _started = _started, True
+    return "these are not the first ranks that this process starts" if again else None
 
 
 class AllReduce:
@@ -52,14 +59,14 @@ class AllReduce:
         """Whether one kernel does it: by shape and dtype alone, on which all ranks agree."""
         return x.dtype == self._buffer.dtype and 0 < x.nbytes <= SMALL and x.nbytes % ALIGNED == 0
 
-    def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Set up the one kernel and compare it with NCCL; all ranks call it, and use it where it is right on each of them."""
+    def prepare(self, device: torch.device, dtype: torch.dtype, fault: str | None = None) -> None:
+        """Set up the one kernel and compare it with NCCL; all ranks call it, and use it where it is right on each of them.
+
+        fault: why not, if that is known.
+        """
         if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float32):
             return
-        fault = None
-        if choice() == "nccl":
-            fault = f"{VARIABLE}=nccl"
-        else:
+        if fault is None:
             try:
                 self._buffer, self._group = shared_buffer(device, dtype)
             except RuntimeError as error:  # no access to peers' memory

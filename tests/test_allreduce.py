@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from berrylm_ref import allreduce
-from berrylm_ref.allreduce import SMALL, VARIABLE, AllReduce, choice
+from berrylm_ref.allreduce import SMALL, VARIABLE, AllReduce, choose
 
 GPU = torch.device("cuda", 0)
 
@@ -16,7 +16,7 @@ GPU = torch.device("cuda", 0)
 def prepared(monkeypatch, caplog):
     """Prepare with stand-ins for peers' memory, its check, and the other ranks; the result, and what the log said."""
 
-    def run(memory=None, fault=None, others=True, dtype=torch.bfloat16, device=GPU):
+    def run(memory=None, fault=None, others=True, dtype=torch.bfloat16, device=GPU, why=None):
         def buffer(device, dtype):
             if memory:
                 raise RuntimeError(f"{memory}\nand where")
@@ -27,7 +27,7 @@ def prepared(monkeypatch, caplog):
         monkeypatch.setattr(AllReduce, "check", lambda self, device, dtype: fault)
         reduce = AllReduce()
         with caplog.at_level(logging.INFO):
-            reduce.prepare(device, dtype)
+            reduce.prepare(device, dtype, why)
         return reduce, caplog.text
 
     return run
@@ -49,11 +49,18 @@ def test_what_is_not_right_everywhere_is_not_used(prepared, case, said):
 
 def test_the_environment_can_ask_for_nccl(prepared, monkeypatch):
     monkeypatch.setenv(VARIABLE, "nccl")
-    reduce, log = prepared()
+    reduce, log = prepared(why=choose())
     assert f"NCCL for every size: {VARIABLE}=nccl" in log and "one-shot" not in reduce.name
     monkeypatch.setenv(VARIABLE, "ring")
     with pytest.raises(ValueError, match=f"{VARIABLE}: expected one of .*'nccl'.*, got 'ring'"):
-        choice()
+        choose()
+
+
+def test_the_second_start_of_a_process_takes_nccl(monkeypatch):
+    """torch counts what it has exchanged about peers' memory: this process at two, new ranks at none, and both would wait."""
+    monkeypatch.setattr(allreduce, "_started", False)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert choose() is None and "not the first" in choose()
 
 
 def test_small_messages_take_the_kernel_and_large_ones_nccl(prepared, monkeypatch):

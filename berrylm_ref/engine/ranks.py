@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, start_processes
 
-from ..allreduce import choice
+from ..allreduce import choose
 from ..cache.pool import Pool, PoolSizes
 from ..config import BerryLMConfig
 from ..model import BerryLM, as_dtype
@@ -57,6 +57,7 @@ class Job:
     store: str
     threads: int
     seed: int | None = None  # draws the weights of the folder's config.json
+    nccl: str | None = None  # why it takes every size (see ``allreduce``)
 
     def device_of(self, rank: int) -> torch.device:
         return torch.device("cuda", rank) if self.device == "cuda" else torch.device("cpu")
@@ -73,7 +74,7 @@ class Job:
         place = {"device_id": device} if device.type == "cuda" else {}
         dist.init_process_group(backend, store=store, rank=rank, world_size=self.size, **place)
         line = Line(dist.new_group(backend="gloo", timeout=IDLE))
-        model.shard.all_reduce.prepare(device, model.dtype)
+        model.shard.all_reduce.prepare(device, model.dtype, self.nccl)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # what loading took
             store.set(free(rank), str(torch.cuda.mem_get_info(device)[0]))
@@ -91,6 +92,7 @@ class Ranks:
         self, folder: str | Path, size: int, *, dtype, device: str, backend: str, kda_intra: str | list[str], seed: int | None
     ):
         check(folder, size, device, backend)
+        nccl = choose() if device == "cuda" else None
         name = str(as_dtype(dtype)).removeprefix("torch.")
         self.fault: str | None = None
         self.exits = device == "cuda"
@@ -100,7 +102,7 @@ class Ranks:
         self._died, self._closing = threading.Event(), threading.Event()
         self._scratch = tempfile.mkdtemp(prefix="berrylm-ranks-")
         store = os.path.join(self._scratch, "store")
-        self.job = Job(str(folder), size, name, device, backend, kda_intra, store, torch.get_num_threads(), seed)
+        self.job = Job(str(folder), size, name, device, backend, kda_intra, store, torch.get_num_threads(), seed, nccl)
         use_loopback()
         self._processes = launch(self.job, self._scratch)
         atexit.register(self.close)
@@ -213,7 +215,6 @@ class Ranks:
 
 def check(folder: str | Path, size: int, device: str, backend: str) -> None:
     """ValueError before anything is started."""
-    choice()
     Shard(BerryLMConfig.from_pretrained(folder), 0, size)
     if device not in ("cpu", "cuda"):
         raise ValueError(f"LLM: device: expected 'cpu' or 'cuda' with tp = {size}, got {device!r}")
