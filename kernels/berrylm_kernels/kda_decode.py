@@ -22,10 +22,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .arguments import INTERPRETED
-from .overlap import options, overlaps
+from .overlap import await_earlier, options, overlaps
 
 __all__ = ["kda_decode_step"]
 
@@ -106,8 +105,7 @@ def _prepare_kernel(
     ready [S, 2 * H * K + HV * V + HV * K] fp32: q (scaled), k, v in the order of the channels, then exp(g).
     """
     if PDL:
-        gdc_wait()  # before the trigger: the second launch loads states, so whatever ran before must be through
-        gdc_launch_dependents()
+        await_earlier()  # then the second launch may start: it loads states, so whatever ran before this one must be through
     P: tl.constexpr = 2 * H + HV
     i_s, i_p = tl.program_id(0).to(tl.int64) // P, tl.program_id(0) % P
     slot = tl.load(slots + i_s).to(tl.int64)
@@ -152,7 +150,7 @@ def _update_kernel(
     slot = tl.load(slots + i_s).to(tl.int64)
     if (slot <= 0) | (slot >= n_slots):  # padding: a defined row, and no traffic on the pools
         if PDL:
-            gdc_wait()  # whoever follows this launch may count on the first one, too
+            await_earlier()  # whoever follows this launch may count on the first one, too
         for i in tl.static_range(NV):
             o_v = i * BV + tl.arange(0, BV)
             tl.store(p_out + o_v, tl.zeros([BV], dtype), mask=o_v < V)
@@ -162,7 +160,7 @@ def _update_kernel(
     b_S = tl.load(p_S, mask=m_k[:, None] & (tl.arange(0, BV) < V)[None, :], other=0.0)
     beta = _sigmoid(tl.load(beta_logit + i_s * stride_beta + i_hv).to(tl.float32))
     if PDL:
-        gdc_wait()
+        await_earlier()
     p_ready = ready + i_s * (2 * H * K + HV * V + HV * K)
     b_q = tl.load(p_ready + i_h * K + o_k, mask=m_k, other=0.0)
     b_k = tl.load(p_ready + (H + i_h) * K + o_k, mask=m_k, other=0.0)
