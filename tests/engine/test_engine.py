@@ -305,6 +305,28 @@ def test_a_reader_slower_than_the_engine_gets_every_piece(n):
         assert [e.finish_reason for e in mine] == [None] * 19 + ["length"]
 
 
+def test_an_event_loop_is_woken_once_a_step_for_all_of_its_streams():
+    """A wake-up a token is a system call a token, made by the thread that the device waits for."""
+    llm, params = small_llm(), SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    step, steps, wakes = llm.engine.step, [], []
+    llm.engine.step = lambda: steps.append(1) or step()
+
+    async def read(background, first):
+        return [e.made for events in [x async for x in background.stream(llm.requests([first, 2], params))] for e in events]
+
+    async def all_of_them():
+        loop, background = asyncio.get_running_loop(), BackgroundEngine(llm.engine)
+        wake = loop.call_soon_threadsafe
+        loop.call_soon_threadsafe = lambda *args: wakes.append(1) or wake(*args)
+        try:
+            return await asyncio.gather(*(read(background, i) for i in range(4)))
+        finally:
+            background.stop()
+
+    assert asyncio.run(all_of_them()) == [list(range(1, 31))] * 4
+    assert 30 <= len(wakes) <= len(steps) < 60, (len(wakes), len(steps))
+
+
 def test_a_reader_whose_event_loop_is_gone_does_not_end_the_engine():
     """Its text arrived at a closed loop, and that ended the engine for everyone else."""
     llm = small_llm()
