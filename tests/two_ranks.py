@@ -72,7 +72,8 @@ def serving(folder, *options):
                     return False
 
             wait_for(up, 30)
-            (pid,) = children(server.pid)
+            commands = {child: Path(f"/proc/{child}/cmdline").read_bytes() for child in children(server.pid)}
+            (pid,) = [child for child, command in commands.items() if b"berrylm_ref.engine.follower" in command]
             yield server, pid, client
     finally:
         server.kill()

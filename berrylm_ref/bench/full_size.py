@@ -69,7 +69,8 @@ def measure_model(s: Settings, out: Path | None = None) -> Report:
     """Run the parts that ``s`` asks for. The report's file is written after each; its failures are for the caller to judge."""
     device = torch.device(s.device)
     facts = {"command": "berrylm bench model", "machine": machine(device), "settings": described(s)}
-    report = Report(out or RESULTS / folder_name(facts["machine"]) / "model.json", s.time_limit, facts)
+    name = "model.json" if s.tp == 1 else f"model_tp{s.tp}.json"
+    report = Report(out or RESULTS / folder_name(facts["machine"]) / name, s.time_limit, facts)
     model = build(s, report)
     if model is None:
         return report

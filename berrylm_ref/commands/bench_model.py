@@ -34,7 +34,7 @@ def model(
     overlap: Annotated[bool | None, typer.Option(help="schedule beside the forward; default: the engine's choice")] = None,
     tp: Annotated[int, typer.Option(help="processes that share every layer, a GPU each", min=1)] = 1,
     seed: Annotated[int, typer.Option(help="of the weights")] = 0,
-    out: Annotated[Path | None, typer.Option(help="JSON; default: kernels/benchmarks/results/<gpu>/model.json")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON; default: kernels/benchmarks/results/<gpu>/model[_tpN].json")] = None,
     dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16")] = "bfloat16",
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cuda",
     backend: BackendName = "auto",

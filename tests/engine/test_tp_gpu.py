@@ -114,7 +114,7 @@ def test_logits_are_those_of_one_gpu_in_fp32():
 
 def test_a_rank_that_dies_ends_the_server():
     """Rank 0's GPU waits in a sum for a part that never comes, and no call of the host gets through to it."""
-    options = ("--device", DEVICE, "--dtype", "bfloat16", "--max-total-tokens", "20000")
+    options = ("--device", DEVICE, "--dtype", "bfloat16", "--max-total-tokens", "20000", "--max-running-requests", "4")
     with serving(shipped_checkpoint(), *options) as (server, pid, client):
         asked = []
         ask = threading.Thread(target=lambda: asked.append(outcome(client, {"prompt": [1, 2, 3], "max_tokens": 5})))
