@@ -51,7 +51,7 @@ class AllReduce:
         x = x.contiguous()
         if self._buffer is not None and self.takes(x):
             mine = self._buffer[: x.numel()].view(x.shape)
-            return torch.ops.symm_mem.one_shot_all_reduce_copy(mine, x, "sum", self._group)
+            return self._one_shot(mine, x, "sum", self._group)
         dist.all_reduce(x)
         return x
 
@@ -66,27 +66,35 @@ class AllReduce:
         """
         if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float32):
             return
-        if fault is None:
+        for stage in (self.set_up, self.add_up, self.compare):
             try:
-                self._buffer, self._group = shared_buffer(device, dtype)
-            except RuntimeError as error:  # no access to peers' memory
+                fault = fault or stage(device, dtype)
+            except (RuntimeError, AttributeError) as error:  # no access to peers' memory, or a torch without the kernel
                 fault = str(error).splitlines()[0]
-        if everywhere(fault is None, device):
-            fault = self.check(device, dtype)
-            if everywhere(fault is None, device):
-                log.info("all-reduce: %s", self.name)
+            if not everywhere(fault is None, device):  # else some ranks would wait for others in the next stage
+                self._buffer = None
+                log.warning("all-reduce: NCCL for every size: %s", fault or "another rank can't have it otherwise")
                 return
-        self._buffer = None
-        log.warning("all-reduce: NCCL for every size: %s", fault or "another rank can't have it otherwise")
+        log.info("all-reduce: %s", self.name)
 
-    def check(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """What is wrong with the sums, or None. Whole numbers add up exactly: NCCL must find the same; of others the bits must
-        be the same on every rank, call after call, at once."""
+    def set_up(self, device: torch.device, dtype: torch.dtype) -> None:
+        """SMALL bytes that every rank of the group can read."""
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        os.environ.setdefault("TORCH_SYMMMEM_IMPLICIT_POOL", "0")  # one buffer for ever needs no pool that must end in order
+        import torch.distributed._symmetric_memory as memory
+
+        self._one_shot, self._group = torch.ops.symm_mem.one_shot_all_reduce_copy, dist.group.WORLD.group_name
+        buffer = memory.empty(SMALL // dtype.itemsize, dtype=dtype, device=device)
+        memory.rendezvous(buffer, self._group)
+        self._buffer = buffer
+
+    def add_up(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Sums of several sizes, at once, that must end."""
         rng = torch.Generator(device).manual_seed(dist.get_rank() + 1)
         sizes = [ALIGNED // dtype.itemsize, 2048, 13 * 2048, SMALL // dtype.itemsize]
-        whole = [torch.randint(-60, 60, (n,), generator=rng, device=device).to(dtype) for n in sizes]
+        self._whole = [torch.randint(-60, 60, (n,), generator=rng, device=device).to(dtype) for n in sizes]
         parts = [torch.randn(n, generator=rng, device=device).to(dtype) for n in sizes]
-        sums, others = [self(x) for x in whole], [self(x) for x in parts]
+        self._sums = [self(x) for x in self._whole], [self(x) for x in parts]
         done = torch.cuda.Event()
         done.record()
         end = time.monotonic() + CHECK_SECONDS
@@ -94,12 +102,17 @@ class AllReduce:
             if time.monotonic() > end:
                 raise TimeoutError(f"tensor parallel: the sum over peers' memory does not end: set {VARIABLE}=nccl")
             time.sleep(0.001)
-        faults = []
-        for x, found in zip(whole, sums, strict=True):
+
+    def compare(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """What is wrong with the sums, or None. Whole numbers add up exactly: NCCL must find the same; of others the bits must
+        be the same on every rank."""
+        (whole, sums), faults = (self._whole, self._sums), []
+        del self._whole, self._sums
+        for x, found in zip(whole, sums[0], strict=True):
             dist.all_reduce(x)
             if not torch.equal(found, x):
                 faults.append(f"one kernel and NCCL differ at {x.nbytes} bytes")
-        for found in others:
+        for found in sums[1]:
             first = found.clone()
             dist.broadcast(first, 0)
             if not torch.equal(found, first):
@@ -112,13 +125,3 @@ def everywhere(holds: bool, device: torch.device) -> bool:
     verdict = torch.tensor([holds], dtype=torch.int32, device=device)
     dist.all_reduce(verdict, dist.ReduceOp.MIN)
     return bool(verdict.item())
-
-
-def shared_buffer(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, str]:
-    """SMALL bytes that every rank of the group can read, and the group's name."""
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    import torch.distributed._symmetric_memory as memory
-
-    buffer, group = memory.empty(SMALL // dtype.itemsize, dtype=dtype, device=device), dist.group.WORLD.group_name
-    memory.rendezvous(buffer, group)
-    return buffer, group

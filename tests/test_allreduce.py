@@ -17,14 +17,15 @@ def prepared(monkeypatch, caplog):
     """Prepare with stand-ins for peers' memory, its check, and the other ranks; the result, and what the log said."""
 
     def run(memory=None, fault=None, others=True, dtype=torch.bfloat16, device=GPU, why=None):
-        def buffer(device, dtype):
+        def set_up(self, device, dtype):
             if memory:
                 raise RuntimeError(f"{memory}\nand where")
-            return torch.zeros(SMALL // dtype.itemsize, dtype=dtype), "0"
+            self._buffer, self._group = torch.zeros(SMALL // dtype.itemsize, dtype=dtype), "0"
 
-        monkeypatch.setattr(allreduce, "shared_buffer", buffer)
+        monkeypatch.setattr(AllReduce, "set_up", set_up)
+        monkeypatch.setattr(AllReduce, "add_up", lambda self, device, dtype: None)
+        monkeypatch.setattr(AllReduce, "compare", lambda self, device, dtype: fault)
         monkeypatch.setattr(allreduce, "everywhere", lambda holds, device: holds and others)
-        monkeypatch.setattr(AllReduce, "check", lambda self, device, dtype: fault)
         reduce = AllReduce()
         with caplog.at_level(logging.INFO):
             reduce.prepare(device, dtype, why)
@@ -69,7 +70,7 @@ def test_small_messages_take_the_kernel_and_large_ones_nccl(prepared, monkeypatc
     assert "one-shot" in reduce.name and reduce.name in log
     calls = []
     monkeypatch.setattr(dist, "all_reduce", lambda x: calls.append(x.shape))
-    monkeypatch.setattr(torch.ops.symm_mem, "one_shot_all_reduce_copy", lambda mine, x, op, group: calls.append(mine.shape) or x)
+    reduce._one_shot = lambda mine, x, op, group: calls.append(mine.shape) or x
     rows = SMALL // 4096
     for x, taken in [((1, 2048), True), ((rows, 2048), True), ((rows + 1, 2048), False), ((1, 7), False), ((0, 2048), False)]:
         x = torch.zeros(x, dtype=torch.bfloat16)
@@ -77,6 +78,49 @@ def test_small_messages_take_the_kernel_and_large_ones_nccl(prepared, monkeypatc
         reduce(x)
         assert calls.pop() == x.shape
     assert not reduce.takes(torch.zeros(8))
+
+
+class Summing(AllReduce):
+    """Stands in for the kernel: what it gives on this one rank, changed by ``error``."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def __call__(self, x):
+        return x + self.error
+
+
+@pytest.mark.parametrize("error, said", [(0, None), (1, "one kernel and NCCL differ at 16 bytes")])
+def test_sums_that_are_not_those_of_nccl_are_noticed(monkeypatch, error, said):
+    """A kernel that reads before its peers have written adds up what was there before."""
+
+    class Done:
+        record, query = lambda self: None, lambda self: True
+
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "all_reduce", lambda x: None)
+    monkeypatch.setattr(dist, "broadcast", lambda x, source: None)
+    monkeypatch.setattr(torch.cuda, "Event", Done)
+    reduce, cpu = Summing(error), torch.device("cpu")
+    reduce.add_up(cpu, torch.bfloat16)
+    found = reduce.compare(cpu, torch.bfloat16)
+    assert found is None if said is None else said in found
+
+    monkeypatch.setattr(dist, "broadcast", lambda x, source: x.add_(1))
+    reduce.add_up(cpu, torch.bfloat16)
+    assert "ranks differ at 4096 bytes" in reduce.compare(cpu, torch.bfloat16)
+
+
+def test_sums_that_do_not_end_are_an_error(monkeypatch):
+    class Never:
+        record, query = lambda self: None, lambda self: False
+
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "Event", Never)
+    monkeypatch.setattr(allreduce, "CHECK_SECONDS", 0.01)
+    with pytest.raises(TimeoutError, match=f"does not end: set {VARIABLE}=nccl"):
+        Summing(0).add_up(torch.device("cpu"), torch.float32)
 
 
 @pytest.mark.parametrize("case", [{"device": torch.device("cpu")}, {"dtype": torch.float64}])
