@@ -70,6 +70,7 @@ class Job:
     def join(self, rank: int, store: dist.Store, model: BerryLM) -> Line:
         """Meet the other ranks: NCCL between GPUs, gloo between CPU processes, and gloo for messages, which no GPU waits for."""
         device = model.device
+        os.environ.setdefault("TORCH_NCCL_USE_COMM_NONBLOCKING", "0")  # a communicator is whole before a graph is captured
         backend = "nccl" if device.type == "cuda" else "gloo"
         place = {"device_id": device} if device.type == "cuda" else {}
         dist.init_process_group(backend, store=store, rank=rank, world_size=self.size, **place)
