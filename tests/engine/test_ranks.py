@@ -20,6 +20,7 @@ from two_ranks import SECONDS, children, ended, opened, outcome, recorded, servi
 
 from berrylm_ref import LLM, BerryLM, BerryLMConfig, SamplingParams
 from berrylm_ref.backend import TORCH
+from berrylm_ref.engine.memory import kv_token_bytes, plan_sizes, state_bytes
 from berrylm_ref.engine.mirror import PACKET, Line
 from berrylm_ref.engine.ranks import RankDied
 
@@ -238,6 +239,18 @@ def test_a_server_that_is_stopped_leaves_no_rank(number):
         server.wait(SECONDS)
         wait_for(lambda: ended(pid))
         assert server.returncode == (0 if number == signal.SIGTERM else -number)
+
+
+def test_sizes_follow_the_memory_that_every_rank_has():
+    """Pages and snapshots are numbered alike on all ranks: what rank 0 has room for, the GPU of another may not have."""
+    config = tiny_config(max_position_embeddings=1024)
+    common = {"dtype": torch.bfloat16, "device": torch.device("cuda", 0), "page_size": 16, "max_running_requests": 2}
+    common |= {"max_total_tokens": None, "snapshot_bytes": None, "snapshot_dtype": None, "keep_snapshots": True}
+    held = 3 * state_bytes(config, torch.bfloat16)  # two slots and the scratch one
+    for share in (1 << 20, 1 << 21):
+        sizes = plan_sizes(config, **common, free=share + held)
+        assert sizes.pages * 16 * kv_token_bytes(config, torch.bfloat16) == pytest.approx(0.70 * share, rel=0.05)
+        assert sizes.snapshots * state_bytes(config, torch.bfloat16) == pytest.approx(0.15 * share, rel=0.15)
 
 
 def test_more_gpus_than_there_are_is_refused(monkeypatch):
