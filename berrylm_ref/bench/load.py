@@ -13,13 +13,15 @@ from .drive import run_in_process
 from .timing import Run
 from .workload import Workload
 
-WARMUP_TOKENS = 8
+WARMUP_TOKENS, WARMUP_PROMPTS = 8, 2**17  # new tokens of a request; prompt tokens up to which a whole wave is run
 HTTP_SEED = 10**6  # far from the seeds of the runs in this process
 
 
 def warm_up(llm: LLM, given: int, concurrency: int) -> None:
-    """Compile and capture what the workload will use: prompts of its length that fill two forwards, then a batch of decodes."""
-    prompts = min(concurrency, max(4, 2 * llm.engine.scheduler.token_budget // given))
+    """Compile and capture what the workload will use: a wave of short answers, of long prompts only so many that they fill two
+    forwards, then a batch of decodes."""
+    enough = max(4, 2 * llm.engine.scheduler.token_budget // given)
+    prompts = concurrency if concurrency * given <= WARMUP_PROMPTS else min(concurrency, enough)
     run_in_process(llm, Workload(given, WARMUP_TOKENS, prompts, prompts, seed=-1))
     run_in_process(llm, Workload(min(given, 64), WARMUP_TOKENS, concurrency, concurrency, seed=-2))
 

@@ -33,7 +33,7 @@ class LLM:
     prefix_cache: "auto", "extra_buffer", "no_buffer" or "off" (see ``cache.prefix``); page_size: tokens of a KV page;
     max_running_requests: sequences in one forward; max_total_tokens: KV memory in tokens; snapshot_bytes: memory for states
     kept at prefixes, of ``snapshot_dtype`` (None: as the states); chunked_prefill_size: tokens of one forward, None is 2048, on
-    a GPU 8192. overlap: schedule a step while the one before runs; None is yes on a GPU. cuda_graphs: decode in CUDA graphs;
+    a GPU 16384. overlap: schedule a step while the one before runs; None is yes on a GPU. cuda_graphs: decode in CUDA graphs;
     None is yes with the triton backend on a GPU, without them the same steps run one launch at a time. decode_buckets: the batch
     sizes of decode steps, rounded up to with padding (None: a ladder on a GPU, every size elsewhere; []: each batch built anew).
     sequential: run requests one after the other through the plain loop instead, the engine's twin.
@@ -130,7 +130,7 @@ class LLM:
             model,
             PrefixCache(pool, strategy, ops.state_grid),
             max_running=max_running_requests,
-            token_budget=chunked_prefill_size or (8192 if on_gpu else 2048),
+            token_budget=chunked_prefill_size or (16384 if on_gpu else 2048),
             known=self._known,
             overlap=on_gpu if overlap is None else overlap,
             runner=(ranks.runner if ranks else Runner)(model, pool.caches, decode_buckets, graphs),
