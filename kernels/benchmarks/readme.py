@@ -72,18 +72,23 @@ graph of eight; bytes: weights of the experts hit over copy bandwidth; operation
 {table(("tokens", "us", "bytes", "operations", "torch grouped_mm", "loop"), rows)}"""
 
 
-def model() -> str:
-    d = load("model")
+def against_published(workloads: dict) -> str:
+    """A table of what was measured beside what is published."""
     rows = []
-    for name, w in d["workloads"].items():
+    for name, w in workloads.items():
         a = w["against_published"]
         if a:
             unit, decimals = ("ms a token", 2) if a["figure"] == "tpot_ms" else ("tokens/s", 0)
-            ours, theirs, limit = (
-                f"{x:.{decimals}f}"
-                for x in (a["ours"], a["published"], w["limit"]["step_ms" if decimals else "tokens_per_s"])
-            )
-            rows.append((name, unit, theirs, ours, f"{a['times_better']:.2f}", limit))
+            limit = w.get("limit", {}).get("step_ms" if decimals else "tokens_per_s")
+            ours, theirs, limit = (x if x is None else f"{x:.{decimals}f}" for x in (a["ours"], a["published"], limit))
+            rows.append((name, unit, theirs, ours, f"{a['times_better']:.2f}", limit or ""))
+    names = ("", "unit", "published", "ours", "times better", "limit")
+    count = len(names) if any(row[-1] for row in rows) else len(names) - 1
+    return table(names[:count], [row[:count] for row in rows])
+
+
+def model() -> str:
+    d = load("model")
     steps = ", ".join(
         f"{p['wall_ms']:.2f} at {p['batch']} (floor {p['floor_ms']:.2f})" for p in d["profile"].values() if "batch" in p
     )
@@ -93,10 +98,38 @@ def model() -> str:
 --random-weights`: prompt/output tokens @ requests at once. Published: SGLang on the same card. The limit is the roofline of
 `berrylm_ref/bench/roofline.py` at the bandwidth measured in the same run.
 
-{table(("", "unit", "published", "ours", "times better", "limit"), rows)}
+{against_published(d["workloads"])}
 
 A decode step takes {steps} ms. A prompt of {p["tokens"]} tokens is read in {p["median_seconds"] * 1e3:.0f} ms,
-{p["share_of_matmul_rate"]:.0%} of the rate of the 8192-cubed product."""
+{p["share_of_matmul_rate"]:.0%} of the rate of the 8192-cubed product.
+
+{checks()}
+
+{two()}"""
+
+
+def checks() -> str:
+    d = load("model_checks")
+    layers, long, twice = d["layer_profile"], d["long_context"], d["sent_twice"]
+    worst = max(a / b for prompt in layers["rel_l2"] for a, b in zip(prompt["ours"], prompt["torch"], strict=True))
+    same = all(part["identical"] and part["cached_tokens"] == part["expected_cached_tokens"] for part in (twice, d["cached_answers"]))
+    if not same:
+        raise ValueError("model_checks.json: a cached pass gave other ids or hit other depths: this section would be wrong")
+    return f"""The same over HTTP, the client a process of its own, and what else was checked on the same weights (`--http --check --long`):
+
+{against_published(d["http"])}
+
+{layers["prompts"]} prompts of {layers["tokens"]} tokens, layer by layer against {layers["reference"]}: at most {worst:.2f} times the distance of torch in
+bf16. Greedy answers after a prefix from the cache have the same ids; {twice["cached_tokens"][0]} tokens of a prompt sent twice were hit.
+{long["prompt_tokens"]} tokens are read in {long["prefill_seconds"]:.1f} s; a decode step then takes {long["decode_ms"]:.2f} ms,
+{long["short_decode_ms"]:.2f} after {long["short_prompt_tokens"]}."""
+
+
+def two() -> str:
+    d = load("model_tp2")
+    return f"""**Two cards**, by `berrylm bench model --random-weights --tp 2`; sums between them: {d["memory"]["all_reduce"]}.
+
+{against_published(d["workloads"])}"""
 
 
 def others() -> str:
