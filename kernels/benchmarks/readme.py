@@ -112,17 +112,17 @@ def checks() -> str:
     d = load("model_checks")
     layers, long, twice = d["layer_profile"], d["long_context"], d["sent_twice"]
     worst = max(a / b for prompt in layers["rel_l2"] for a, b in zip(prompt["ours"], prompt["torch"], strict=True))
-    same = all(part["identical"] and part["cached_tokens"] == part["expected_cached_tokens"] for part in (twice, d["cached_answers"]))
-    if not same:
+    reused = (twice, d["cached_answers"])
+    if not all(part["identical"] and part["cached_tokens"] == part["expected_cached_tokens"] for part in reused):
         raise ValueError("model_checks.json: a cached pass gave other ids or hit other depths: this section would be wrong")
-    return f"""The same over HTTP, the client a process of its own, and what else was checked on the same weights (`--http --check --long`):
+    return f"""The same over HTTP, the client a process of its own, and what was checked there (`--http --check --long`):
 
 {against_published(d["http"])}
 
-{layers["prompts"]} prompts of {layers["tokens"]} tokens, layer by layer against {layers["reference"]}: at most {worst:.2f} times the distance of torch in
-bf16. Greedy answers after a prefix from the cache have the same ids; {twice["cached_tokens"][0]} tokens of a prompt sent twice were hit.
-{long["prompt_tokens"]} tokens are read in {long["prefill_seconds"]:.1f} s; a decode step then takes {long["decode_ms"]:.2f} ms,
-{long["short_decode_ms"]:.2f} after {long["short_prompt_tokens"]}."""
+{layers["prompts"]} prompts of {layers["tokens"]} tokens, layer by layer against {layers["reference"]}: at most {worst:.2f} times
+the distance of torch in bf16. Greedy answers after a prefix from the cache have the same ids; of a prompt sent twice
+{twice["cached_tokens"][0]} tokens were hit. {long["prompt_tokens"]} tokens are read in {long["prefill_seconds"]:.1f} s; a decode
+step then takes {long["decode_ms"]:.2f} ms, {long["short_decode_ms"]:.2f} after {long["short_prompt_tokens"]}."""
 
 
 def two() -> str:
