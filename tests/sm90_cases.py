@@ -112,7 +112,7 @@ def by_name(fn, element="bf16", num_warps=4, **constants_and_limits):
               if name in constants_and_limits}  # fmt: skip
     named = dict.fromkeys(("eps", "norm_eps", "scale"), "fp32") | dict.fromkeys(("P", "N", "R", "S", "rows", "blocks"), "i32")
     named |= dict.fromkeys(("cu_seqlens", "context_lens", "places"), "*i64")
-    named |= {"page_table": "*i32", "parts": "*fp32", "lses": "*fp32"}
+    named |= {"page_table": "*i32", "parts": "*fp32", "lses": "*fp32", "begins": "*i32", "first": "i32"}
     if "PDL" in fn.arg_names:
         constants_and_limits.setdefault("PDL", True)  # as in a decode step
     names = [name for name in fn.arg_names if name not in constants_and_limits]
@@ -196,6 +196,7 @@ CASES = {
     "kda decode, update, K = V = 256": kda_step(_update_kernel, num_warps=8, K=256, V=256, BK=256, BV=32, NV=8),
     "attn_res, D = 2048": by_name(attnres._attn_res_kernel, D=2048, BD=2048, **MIXER, registers=88),
     "attn_res, D = 8192": by_name(attnres._attn_res_kernel, num_warps=16, D=8192, BD=8192, **MIXER, registers=128),
+    "attention, gather": by_name(attention._gather_kernel, SIZE=16, W=512, BT=4, BW=512, registers=48),
     "add_rms_norm": by_name(norm._rms_norm_kernel, BR=1, D=2048, BD=2048, **ADD, registers=40),
     "gated_rms_norm": by_name(norm._gated_rms_norm_kernel, H=32, D=128, BR=16, BD=128, registers=48),
     "qk_norm_rope": by_name(qk_rope._qk_norm_rope_kernel, **ROPE, options=UNFUSED, registers=64),

@@ -4,9 +4,13 @@ A sequence with one query goes through the split decode kernel, a longer one thr
 pages: there the work is in the matrix products, and the library's are hard to beat. On an H200 a whole prompt of 8192 tokens
 runs at 640 TFLOP/s (cuDNN), a chunk that continues one at 300 (torch has no lower-right mask for cuDNN). cuDNN compiles a
 kernel for every new length, which takes longer than many prompts: other lengths than ``RECURRING`` go to FlashAttention-2.
+Short ones cost the host more than the GPU: neighbours share one gather, one FlashAttention-2 call and one gate. Which way a
+sequence goes depends on its own lengths alone, and so do its bits.
 """
 
 from contextlib import nullcontext
+from functools import lru_cache
+from itertools import accumulate
 
 import torch
 import triton
@@ -25,7 +29,9 @@ __all__ = ["attend", "paged_attention", "qk_norm_rope"]
 
 MAX_HEAD_DIM = 256
 TILE = 2048  # elements a program of the gate kernel holds
-RECURRING = 1024  # whole prompts of a multiple of it, as the engine's full chunks, are worth a kernel of their length
+RECURRING = 4096  # whole prompts of a multiple of it, as the engine's full chunks, are worth a kernel of their length
+SHORT = 8192  # keys below which a sequence shares its calls with its neighbours
+TOGETHER = 65536  # keys that one such call gathers at most, or as many as its one sequence has
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -42,6 +48,42 @@ def _gate_kernel(
     b_g = tl.load(gate + o_r // HQ * stride_gate + o_r % HQ * stride_gh + o_d, mask=m, other=0.0).to(tl.float32)
     b_g = (1.0 / (1.0 + tl.exp(-b_g))).to(dtype).to(tl.float32)
     tl.store(out + o_r * D + o_d, (b_o * b_g).to(dtype), mask=m)
+
+
+@triton.jit(do_not_specialize=["stride_table", "first"])
+def _gather_kernel(
+    k_pages, v_pages, page_table, begins, k, v, stride_k, stride_kt, stride_v, stride_vt, stride_table, first,
+    SIZE: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    """BT tokens of sequence first + i_n, each W elements, from their pages to where begins[i_n] says in k and v."""
+    i_t, i_n = tl.program_id(0), tl.program_id(1)
+    begin, end = tl.load(begins + i_n).to(tl.int64), tl.load(begins + i_n + 1).to(tl.int64)
+    if begin + i_t * BT >= end:
+        return
+    o_t, o_w = i_t * BT + tl.arange(0, BT), tl.arange(0, BW)[None, :]
+    m_t = begin + o_t < end
+    page = tl.load(page_table + (first + i_n).to(tl.int64) * stride_table + o_t // SIZE, mask=m_t, other=0).to(tl.int64)
+    o_out = (begin + o_t)[:, None] * W + o_w
+    m = m_t[:, None] & (o_w < W)
+    b_k = tl.load(k_pages + (page * stride_k + o_t % SIZE * stride_kt)[:, None] + o_w, mask=m, other=0.0)
+    b_v = tl.load(v_pages + (page * stride_v + o_t % SIZE * stride_vt)[:, None] + o_w, mask=m, other=0.0)
+    tl.store(k + o_out, b_k, mask=m)
+    tl.store(v + o_out, b_v, mask=m)
+
+
+def _gather(k_pages: Tensor, v_pages: Tensor, page_table: Tensor, first: int, totals: list[int], begins: Tensor) -> list[Tensor]:
+    """The keys and values of sequences first, first + 1, .. in one piece each, [sum of totals, kv_heads, D]."""
+    size, kv_heads, D = k_pages.shape[1:]
+    k_pages, v_pages = (x if x.stride(2) == D else x.contiguous() for x in (k_pages, v_pages))
+    k, v = (torch.empty((sum(totals), kv_heads, D), dtype=k_pages.dtype, device=k_pages.device) for _ in range(2))
+    W, BW = kv_heads * D, next_power_of_2(kv_heads * D)
+    BT = max(1, TILE // BW)
+    launch(
+        _gather_kernel, (cdiv(max(totals), BT), len(totals)), (k_pages, v_pages, page_table, begins, k, v),
+        (*k_pages.stride()[:2], *v_pages.stride()[:2], page_table.stride(0), first),
+        dict(SIZE=size, W=W, BT=BT, BW=BW), num_warps=warps_for(BT * BW),
+    )  # fmt: skip
+    return [k, v]
 
 
 def _store_gated(o: Tensor, gate: Tensor | None, out: Tensor) -> None:
@@ -78,6 +120,57 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if fused and T % RECURRING else nullcontext():
         o = scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1], **mask)
     return o[0].transpose(0, 1)
+
+
+def _goes_alone(T: int, S: int) -> bool:
+    """Whether T queries over S keys are worth calls of their own; nothing but these may decide it, or bits would change with
+    the neighbours."""
+    return S >= SHORT or (T == S and T % RECURRING == 0)
+
+
+def _runs(offsets: list[int], contexts: list[int]) -> list[tuple[int, int]]:
+    """The ranges of sequences that share a call: neighbours of more than one query, or one that goes alone."""
+    runs, keys, is_open = [], 0, False
+    for n, context in enumerate(contexts):
+        T = offsets[n + 1] - offsets[n]
+        S, alone = context + T, T > 1 and _goes_alone(T, context + T)
+        joins = is_open and T > 1 and not alone and keys + S <= TOGETHER
+        if joins:
+            runs[-1] = runs[-1][0], n + 1
+        elif T > 1:
+            runs.append((n, n + 1))
+        keys, is_open = (keys if joins else 0) + S, T > 1 and not alone
+    return runs
+
+
+def _attend_run(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor,
+    first: int, lengths: list[int], totals: list[int], scale: float,
+) -> Tensor:  # fmt: skip
+    """``attend`` for sequences first, first + 1, .. of so many queries and keys. q [sum of lengths, heads, D]."""
+    stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
+    begins = _offsets(tuple(totals), q.device, stream)
+    k, v = _gather(k_pages, v_pages, page_table, first, totals, begins)
+    if len(lengths) == 1 and _goes_alone(lengths[0], totals[0]):
+        return attend(q, k, v, scale)
+    if not q.is_cuda or q.dtype == torch.float32 or q.shape[2] % 8:
+        parts = zip(q.split(lengths), k.split(totals), v.split(totals), strict=True)
+        return torch.cat([attend(*part, scale) for part in parts])
+    return _flash(q, k, v, _offsets(tuple(lengths), q.device, stream), begins, max(lengths), max(totals), scale)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float) -> Tensor:
+    """FlashAttention-2 over packed sequences: grouped heads, and the lower-right mask of each sequence's own lengths
+    (arXiv:2307.08691). Its tiles are a sequence's own, and without a sequence of one query it never splits the keys."""
+    return torch.ops.aten._flash_attention_forward(q, k, v, cu_q, cu_k, max_q, max_k, 0.0, True, False, scale=scale)[0]
+
+
+@lru_cache(maxsize=64)
+def _offsets(lengths: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
+    """[N + 1] int32 on ``device``: where each of N packed sequences begins. Kept, as every layer asks for the same; by
+    ``stream``, as another one would not wait for the copy."""
+    begins = torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32)
+    return begins.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else begins
 
 
 def paged_attention(
@@ -118,13 +211,12 @@ def paged_attention(
         offsets, contexts = lengths
     if offsets is None or any(end - begin == 1 for begin, end in zip(offsets, offsets[1:], strict=False)):
         decode_rows(q, k_pages, v_pages, page_table, cu_seqlens, context_lens, scale, gate, out)
-    for n in range(N if offsets else 0):
-        begin, end = offsets[n], offsets[n + 1]
-        if end - begin > 1:
-            total = contexts[n] + end - begin
-            pages = page_table[n, : -(-total // k_pages.shape[1])]
-            k, v = (x[pages].flatten(0, 1)[:total] for x in (k_pages, v_pages))
-            _store_gated(attend(q[begin:end], k, v, scale), None if gate is None else gate[begin:end], out[begin:end])
+    for first, end in _runs(offsets, contexts) if offsets else ():
+        lengths = [offsets[n + 1] - offsets[n] for n in range(first, end)]
+        totals = [contexts[first + i] + length for i, length in enumerate(lengths)]
+        rows = slice(offsets[first], offsets[end])
+        o = _attend_run(q[rows], k_pages, v_pages, page_table, first, lengths, totals, scale)
+        _store_gated(o, None if gate is None else gate[rows], out[rows])
     return out
 
 

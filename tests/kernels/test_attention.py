@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import assert_close, rel_l2
 
-from berrylm_kernels import attention_decode
+from berrylm_kernels import attention, attention_decode
 from berrylm_kernels.attention import attend, paged_attention, qk_norm_rope
 from berrylm_ref.ops import attention as ops
 from berrylm_ref.ops.rope import rope_angles
@@ -105,6 +105,69 @@ def test_mixed_batches_take_both_paths(dtype, splits, monkeypatch):
         for n, length in enumerate(lengths):
             rows = slice(sum(lengths[:n]), sum(lengths[: n + 1]))
             assert length != 1 or torch.equal(o[rows], alone[rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_neighbours_share_calls_and_change_no_bit(dtype, splits, monkeypatch):
+    """KRN-2: prompts and chunks that stand together are gathered and attended in one call. Each equals, bit for bit, the same
+    sequence in a call of its own, whether it shares calls or is long enough to go alone, and the long do not join."""
+    splits(2)
+    monkeypatch.setattr(attention, "SHORT", 60)
+    monkeypatch.setattr(attention, "TOGETHER", 70)
+    contexts, lengths = [0, 5, 0, 64, 0, 9, 30, 0, 40], [9, 3, 40, 6, 1, 0, 11, 2, 25]
+    call = batch(contexts, lengths, kv_heads=1, dtype=dtype)
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "attend", in_bfloat16)
+        same = ops.paged_attention(*call)
+    o = check(call, same)
+    for n, length in enumerate(lengths):
+        rows = slice(sum(lengths[:n]), sum(lengths[: n + 1]))
+        q, k_pages, v_pages, table, _, context, scale, gate = call
+        ends = torch.tensor([0, length], device=DEVICE)
+        one = [q[rows], k_pages, v_pages, table[n : n + 1], ends, context[n : n + 1], scale, gate[rows]]
+        assert torch.equal(o[rows], paged_attention(*one))
+
+
+def test_which_neighbours_share_a_call():
+    """Empty sequences and decode rows part their neighbours, which need not be gathered or attended; so do long sequences, full
+    chunks with a cuDNN kernel of their own, and more keys than one gather may take."""
+    lengths = [5, 7, 1, 4096, 3, 3, 0, 2, 2, 2]
+    contexts = [0, 9, 100, 0, 8189, 8188, 5, 0, 65530, 8000]
+    offsets = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    assert attention._runs(offsets, contexts) == [(0, 2), (3, 4), (4, 5), (5, 6), (7, 8), (8, 9), (9, 10)]
+    assert attention._runs([4096 * n - n for n in range(18)], [0] * 17) == [(0, 16), (16, 17)]
+    assert attention._runs([0, 2, 6], [0, 4096]) == [(0, 2)]
+    assert attention._runs([0], []) == []
+
+
+def test_the_shared_call_fits_torchs_operator():
+    """The arguments in the operator's own terms: torch checks shapes and types of the call without a GPU, on the meta device."""
+    q, k = (torch.empty(tokens, heads, 256, dtype=torch.bfloat16, device="meta") for tokens, heads in ((9, 16), (14, 2)))
+    begins = torch.empty(3, dtype=torch.int32, device="meta")
+    o = attention._flash(q, k, k, begins, begins, 5, 9, 256**-0.5)
+    assert o.shape == q.shape and o.dtype == q.dtype
+
+
+@pytest.mark.gpu
+def test_prompts_of_the_models_shape_together():
+    """Prompts and chunks that continue one at the model's head size, among decode rows: within 1.1x of bfloat16, and the bits of
+    a call of their own."""
+    contexts, lengths = [0, 0, 700, 2000, 0, 1500, 0, 0, 0, 9], [1024, 1000, 1, 257, 64, 513, 2, 8192, 1024, 1]
+    call = batch(contexts, lengths, 16, 2, 256, 16, torch.bfloat16)
+    o = paged_attention(*call)
+    for n, length in enumerate(lengths):
+        rows = slice(sum(lengths[:n]), sum(lengths[: n + 1]))
+        q, k_pages, v_pages, table, _, context, scale, gate = call
+        ends = torch.tensor([0, length], device=DEVICE)
+        one = [q[rows], k_pages, v_pages, table[n : n + 1], ends, context[n : n + 1], scale, gate[rows]]
+        if length > 1:
+            assert torch.equal(o[rows], paged_attention(*one))
+            total, size = contexts[n] + length, k_pages.shape[1]
+            pages = table[n, : -(-total // size)].long()
+            k, v = (x[pages].flatten(0, 1)[:total] for x in (k_pages, v_pages))
+            exact = ops.attend(q[rows][-64:].double(), k.double(), v.double(), scale) * gate[rows][-64:].double().sigmoid()
+            same = in_bfloat16(q[rows][-64:], k, v, scale) * gate[rows][-64:].sigmoid()
+            assert_close("o", o[rows][-64:], exact, 1.1 * rel_l2(same, exact))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
