@@ -79,7 +79,7 @@ def chunk_kda(
     lower_bound: float | None = None,
     cu_seqlens: Tensor | None = None,
     intra: str = "dyadic",
-    state_boundaries: list[tuple[int, int]] | None = None,
+    state_boundaries: list[tuple[int, int]] | Tensor | None = None,
 ):
     """KDA in chunks of 64 tokens: matrix products inside a chunk, the recurrence between chunks. Differentiable.
 
@@ -95,7 +95,7 @@ def chunk_kda(
             slow), "clamped" (one anchor per 16 tokens with clamped exponents: the known failure) or "sglang" (clamped
             when chunks * value heads <= 256, else difference).
         state_boundaries: (sequence, tokens) pairs, tokens a positive multiple of 64 within that sequence: the states after
-            exactly so many tokens of this call.
+            exactly so many tokens of this call. Also an int32 tensor [M, 2].
 
     Returns:
         o [B, T, HV, V] in v's dtype, and the final state [B or N, HV, K, V] in fp32 (fp64 for fp64 inputs), None unless
@@ -112,7 +112,7 @@ def chunk_kda(
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
         cu_seqlens=cu_seqlens,
     )  # fmt: skip
-    wanted = boundary_table("chunk_kda", state_boundaries or [], x.lengths)
+    wanted = boundary_table("chunk_kda", state_boundaries, x.lengths)
     if intra == "sglang":
         intra = sglang_choice(x.lengths, v.shape[2])
     o, state, kept = chunk_states(x, SCORES[intra], wanted)

@@ -112,9 +112,17 @@ def invert_unit_lower(L: Tensor) -> Tensor:
     return T.squeeze(-3)
 
 
-def boundary_table(op: str, boundaries: list[tuple[int, int]], lengths: list[int]) -> dict[tuple[int, int], list[int]]:
+def boundary_table(
+    op: str, boundaries: list[tuple[int, int]] | Tensor | None, lengths: list[int]
+) -> dict[tuple[int, int], list[int]]:
     """(sequence, chunk whose end is asked for) -> places in the answer."""
     table: dict[tuple[int, int], list[int]] = {}
+    if isinstance(boundaries, Tensor):
+        if boundaries.dim() != 2 or boundaries.shape[1] != 2 or boundaries.dtype != torch.int32:
+            got = f"{tuple(boundaries.shape)} {boundaries.dtype}"
+            raise ValueError(f"{op}: state_boundaries: expected pairs, or an int32 tensor [M, 2], got {got}")
+        boundaries = boundaries.tolist()
+    boundaries = boundaries or []
     for place, (n, tokens) in enumerate(boundaries):
         if not 0 <= n < len(lengths) or tokens <= 0 or tokens % CHUNK or tokens > lengths[n]:
             raise ValueError(

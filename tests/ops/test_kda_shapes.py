@@ -292,6 +292,17 @@ def test_refused_batch_with_offsets():
         chunk_kda(**case, cu_seqlens=torch.tensor([0, 5]))
 
 
+def test_boundaries_as_a_tensor_are_those_pairs():
+    """A batch makes the table once for all layers, on the device."""
+    case, pairs = kda_inputs(200), [(0, 128), (0, 64)]
+    want = chunk_kda(**case, state_boundaries=pairs)[2]
+    assert torch.equal(chunk_kda(**case, state_boundaries=torch.tensor(pairs, dtype=torch.int32))[2], want)
+    assert chunk_kda(**case, state_boundaries=torch.empty(0, 2, dtype=torch.int32))[2].shape == (0, *want.shape[1:])
+    message = r"chunk_kda: state_boundaries: expected pairs, or an int32 tensor \[M, 2\], got \(2, 2\) torch.int64"
+    with pytest.raises(ValueError, match=message):
+        chunk_kda(**case, state_boundaries=torch.tensor(pairs))
+
+
 @pytest.mark.parametrize("boundary", [(0, 0), (0, 63), (0, 128), (1, 64), (-1, 64), (0, -64)])
 def test_refused_boundaries(boundary):
     """A state between chunks, past the sequence, or of a sequence that isn't there."""
