@@ -4,14 +4,18 @@ Prefill, a later chunk of a prompt, decode and any mixture are the same batch: a
 tokens that are already in the caches. Page 0 and slot 0 are scratch for padding and belong to nobody.
 """
 
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
+from itertools import accumulate, pairwise
+from math import prod
 
 import torch
 from torch import Tensor
 
 from ..config import BerryLMConfig
+
+SIZES = 6  # numbers at the start of a packed batch
 
 
 @dataclass
@@ -137,6 +141,11 @@ class Batch:
         ``last`` [slots]: the newest token of each slot's sequence, on the device; it stands in for tokens given as -1, which the
         host does not know yet.
         """
+        return cls.unpack(cls.pack(sequences, caches), caches, last)
+
+    @classmethod
+    def pack(cls, sequences: list[Sequence], caches: Caches) -> Tensor:
+        """The host's half of ``build``: int64 numbers that ``unpack`` takes, here or in a process with caches of that size."""
         _check(sequences, caches)
         size, taps = caches.page_size, caches.conv.shape[-1]
         kept = [(n, t, snapshot) for n, s in enumerate(sequences) for t, snapshot in s.boundaries]
@@ -144,24 +153,42 @@ class Batch:
         offsets, widest = list(accumulate(lengths, initial=0)), max((len(s.pages) for s in sequences), default=0)
         counts = [length if s.all_logits else min(length, 1) for length, s in zip(lengths, sequences, strict=True)]
 
-        slots, table = ints([s.slot for s in sequences]), torch.zeros(len(sequences), widest, dtype=torch.long)
-        for n, s in enumerate(sequences):
-            table[n, : len(s.pages)] = ints(s.pages)
-        ids = ints(chain.from_iterable(s.tokens for s in sequences))
+        slots = ints(s.slot for s in sequences)
+        table = joined([*s.pages, *[0] * (widest - len(s.pages))] for s in sequences).view(len(sequences), widest)
+        ids = joined(s.tokens for s in sequences)
         owner = torch.arange(len(lengths)).repeat_interleave(ints(lengths))  # [P], the sequence of each token
         positions = torch.arange(len(ids)) + (ints(contexts) - ints(offsets[:-1]))[owner]
         kv_rows = table[owner, positions // size] * size + positions % size
         skipped = ints(accumulate(length - count for length, count in zip(lengths, counts, strict=True)))
         logit_rows = torch.arange(sum(counts)) + skipped.repeat_interleave(ints(counts))
-        windows = [list(range(offsets[n] + t - taps, offsets[n] + t)) for n, t, _ in kept]
+        windows = joined(list(range(offsets[n] + t - taps, offsets[n] + t)) for n, t, _ in kept)
         unknown = (ids < 0).nonzero().squeeze(-1)
 
-        ids, positions, cu_seqlens, context_lens, table, logit_rows, slots, kv_rows, snapshots, windows, unknown, theirs = upload(
-            [ids, positions, ints(offsets), ints(contexts), table, logit_rows, slots, kv_rows, ints(s for _, _, s in kept),
-             ints(chain.from_iterable(windows)), unknown, slots[owner[unknown]]], caches.state.device
-        )  # fmt: skip
+        sizes = len(sequences), widest, len(ids), len(logit_rows), len(kept), len(unknown)
+        shapes = _shapes(*sizes, taps)
+        packed = torch.empty(_starts(shapes)[-1], dtype=torch.long, pin_memory=caches.state.device.type == "cuda")
+        packed[: len(sizes)] = ints(sizes)
+        parts = [
+            ids, positions, ints(offsets), ints(contexts), table, logit_rows, slots, kv_rows, ints(s for _, _, s in kept),
+            windows, unknown, slots[owner[unknown]], ints(n for n, _, _ in kept), ints(t for _, t, _ in kept),
+        ]  # fmt: skip
+        for place, part in zip(_views(packed, shapes), parts, strict=True):
+            place.copy_(part.view(place.shape))
+        return packed
+
+    @classmethod
+    def unpack(cls, packed: Tensor, caches: Caches, last: Tensor | None = None) -> "Batch":
+        """What ``pack`` gave, on the device; nothing of it may change afterwards."""
+        taps = caches.conv.shape[-1]
+        shapes = _shapes(*packed[:SIZES].tolist(), taps)
+        there = packed.to(caches.state.device, non_blocking=True)  # pinned, it is handed on only when the copy is through
+        _, _, offsets, contexts, *_, owners, ends = _views(packed, shapes)
+        ids, positions, cu_seqlens, context_lens, table, logit_rows, slots, kv_rows, snapshots, windows, unknown, theirs, *_ = (
+            _views(there, shapes)
+        )
         if len(unknown):
             ids[unknown] = last[theirs]
+        lengths = offsets.tolist(), contexts.tolist()
         return cls(
             input_ids=ids,
             positions=positions,
@@ -169,14 +196,14 @@ class Batch:
             context_lens=context_lens,
             page_table=table,
             logit_rows=logit_rows,
-            max_query_len=max(lengths, default=0),
-            lengths=(offsets, contexts),
+            max_query_len=max((end - begin for begin, end in pairwise(lengths[0])), default=0),
+            lengths=lengths,
             slots=slots,
             kv_rows=kv_rows,
             caches=caches,
-            boundaries=[(n, t) for n, t, _ in kept] or None,
+            boundaries=list(zip(owners.tolist(), ends.tolist(), strict=True)) or None,
             snapshots=snapshots,
-            window_rows=windows.view(-1, taps),
+            window_rows=windows,
         )
 
     @property
@@ -216,6 +243,28 @@ def _check(sequences: list[Sequence], caches: Caches) -> None:
     taken = [s.slot for s in sequences]
     if len(set(taken)) < len(taken):
         raise ValueError(f"Batch: sequences: expected every sequence in its own slot, got slots {taken}")
+
+
+def _shapes(N: int, widest: int, P: int, M: int, K: int, U: int, taps: int) -> list[tuple[int, ...]]:
+    """Of the parts of a packed batch, in order; K states are kept, U tokens are unknown."""
+    return [(P,), (P,), (N + 1,), (N,), (N, widest), (M,), (N,), (P,), (K,), (K, taps), (U,), (U,), (K,), (K,)]
+
+
+def _starts(shapes: list[tuple[int, ...]]) -> list[int]:
+    """Where each part begins behind the sizes, and the end: at 16 bytes, or Triton compiles a kernel once more."""
+    return list(accumulate((-(-prod(shape) // 2) * 2 for shape in shapes), initial=SIZES))
+
+
+def _views(packed: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:
+    return [packed[i : i + prod(shape)].view(shape) for i, shape in zip(_starts(shapes), shapes, strict=False)]
+
+
+def joined(rows: Iterable[Iterable[int]]) -> Tensor:
+    """All of ``rows`` behind each other, an int64 tensor on the host; thousands of numbers by a third of what ``ints`` takes."""
+    out = array("q")
+    for row in rows:
+        out.fromlist(list(row))
+    return torch.frombuffer(out, dtype=torch.long) if out else torch.empty(0, dtype=torch.long)
 
 
 def ints(values: Iterable[int]) -> Tensor:
