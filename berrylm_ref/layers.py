@@ -1,7 +1,11 @@
-"""The modules of a layer, with the checkpoint's names. They hold parameters; what runs are the backend's ops."""
+"""The modules of a layer, with the checkpoint's names. They hold parameters; what runs are the backend's ops.
+
+The host sets the time of a short prefill: inside a layer no projection is called as a module, and views are made by ``view``.
+"""
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from .backend import Backend
 from .cache.batch import Batch
@@ -71,11 +75,11 @@ class KimiDeltaAttention(Merged):
 
     def forward(self, x: Tensor, batch: Batch, layer: int, ops: Backend) -> Tensor:
         """x [P, D] -> [P, D]; ``layer`` counts the linear layers."""
-        c = self.config
+        c, P = self.config, x.shape[0]
         H, K = c.linear_num_key_heads, c.linear_key_head_dim
         HV, V = c.linear_num_value_heads, c.linear_value_head_dim
         qkv, z, down, beta = self.project(x)
-        raw_gate = self.f_up_proj(down)
+        raw_gate = linear(down, self.f_up_proj.weight)
         weight = self.conv1d.weight.squeeze(1)  # [C, W]
         if batch.decode_only:
             o = ops.kda_decode_step(
@@ -83,14 +87,13 @@ class KimiDeltaAttention(Merged):
                 batch.caches.conv[layer], batch.caches.state[layer], batch.slots,
                 key_heads=H, eps=c.rms_norm_eps, lower_bound=self.lower_bound,
             )  # fmt: skip
-            return self.out_proj(o)
+            return linear(o, self.out_proj.weight)
         windows, state = batch.load_linear(layer, qkv, c.conv_dim, c.linear_conv_kernel_dim - 1)
         raw = qkv
         qkv, windows = ops.causal_conv(raw, weight, windows, batch.cu_seqlens)
-        q, k, v = qkv.unsqueeze(0).split([H * K, H * K, HV * V], -1)
+        q, k, v = qkv.split_with_sizes([H * K, H * K, HV * V], -1)
         o, state, *kept = ops.chunk_kda(
-            q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V)),
-            raw_gate.view(1, -1, HV, K), beta.unsqueeze(0),
+            q.view(1, P, H, K), k.view(1, P, H, K), v.view(1, P, HV, V), raw_gate.view(1, P, HV, K), beta.unsqueeze(0),
             initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
             use_beta_sigmoid_in_kernel=True, A_log=self.A_log, dt_bias=self.dt_bias, lower_bound=self.lower_bound,
             cu_seqlens=batch.cu_seqlens, intra=self.intra, state_boundaries=batch.boundaries,
@@ -98,8 +101,8 @@ class KimiDeltaAttention(Merged):
         batch.store_linear(layer, windows, state)
         if kept:
             batch.keep_boundaries(layer, raw, *kept)
-        o = ops.gated_rms_norm(o.squeeze(0), z.unflatten(-1, (HV, V)), self.norm.weight, c.rms_norm_eps)
-        return self.out_proj(o.flatten(-2))
+        o = ops.gated_rms_norm(o.squeeze(0), z.view(P, HV, V), self.norm.weight, c.rms_norm_eps)
+        return linear(o.reshape(P, HV * V), self.out_proj.weight)
 
 
 class GatedAttention(Merged):
@@ -121,10 +124,11 @@ class GatedAttention(Merged):
 
     def forward(self, x: Tensor, batch: Batch, layer: int, rope: tuple[Tensor, Tensor], ops: Backend) -> Tensor:
         """x [P, D] -> [P, D]; ``layer`` counts the full layers."""
-        c = self.config
+        c, P = self.config, x.shape[0]
+        heads, kv_heads, D = c.num_attention_heads, c.num_key_value_heads, c.head_dim
         q, k, v = self.project(x)
-        q = q.unflatten(-1, (c.num_attention_heads, -1))  # [P, heads, 2D]: query and gate, head by head
-        k, v = (y.unflatten(-1, (c.num_key_value_heads, -1)) for y in (k, v))
+        q = q.view(P, heads, q.shape[-1] // heads)  # [P, heads, 2D]: query and gate, head by head
+        k, v = k.view(P, kv_heads, D), v.view(P, kv_heads, D)
         append = None
         if batch.caches is not None:
             append = v, batch.caches.k_pages[layer], batch.caches.v_pages[layer], batch.kv_rows
@@ -133,10 +137,10 @@ class GatedAttention(Merged):
         )
         _, k_pages, v_pages, _ = append or (v, k.unsqueeze(1), v.unsqueeze(1), None)  # without caches: pages of one token
         o = ops.paged_attention(
-            q, k_pages, v_pages, batch.page_table, batch.cu_seqlens, batch.context_lens, c.head_dim**-0.5, gate,
+            q, k_pages, v_pages, batch.page_table, batch.cu_seqlens, batch.context_lens, D**-0.5, gate,
             max_query_len=batch.max_query_len, lengths=batch.lengths,
         )  # fmt: skip
-        return self.o_proj(o.flatten(-2))
+        return linear(o.reshape(P, heads * D), self.o_proj.weight, self.o_proj.bias)
 
 
 class Experts(nn.Module):

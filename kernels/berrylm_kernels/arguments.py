@@ -11,24 +11,27 @@ def _probe():
 
 
 INTERPRETED = not isinstance(_probe, triton.JITFunction)  # TRITON_INTERPRET=1 when triton was imported
+ALLOWED = (torch.float32,) if INTERPRETED else (torch.float32, torch.bfloat16)
 
 
 def expect_floats(op: str, **tensors: Tensor | None) -> None:
     """float32 or bfloat16 and all on one device that Triton runs on; None is skipped. Under the interpreter float32 only: its
     casts to bfloat16 truncate, and its bfloat16 dot multiplies bit patterns, both without a word."""
-    allowed = (torch.float32,) if INTERPRETED else (torch.float32, torch.bfloat16)
-    given = {name: x for name, x in tensors.items() if x is not None}
-    first, anchor = next(iter(given.items()))
-    if not INTERPRETED and not anchor.is_cuda:
-        raise ValueError(
-            f"{op}: {first}: expected a CUDA tensor (or TRITON_INTERPRET=1 before triton's import), got {anchor.device}"
-        )
-    for name, x in given.items():
-        if x.dtype not in allowed:
+    first = device = None
+    for name, x in tensors.items():
+        if x is None:
+            continue
+        if device is None:
+            first, device = name, x.device
+            if not INTERPRETED and not x.is_cuda:
+                raise ValueError(
+                    f"{op}: {name}: expected a CUDA tensor (or TRITON_INTERPRET=1 before triton's import), got {device}"
+                )
+        if x.dtype not in ALLOWED:
             where = " under TRITON_INTERPRET=1" if INTERPRETED else ""
-            raise ValueError(f"{op}: {name}: expected {' or '.join(map(str, allowed))}{where}, got {x.dtype}")
-        if x.device != anchor.device:
-            raise ValueError(f"{op}: {name}: expected device {anchor.device}, that of {first}, got {x.device}")
+            raise ValueError(f"{op}: {name}: expected {' or '.join(map(str, ALLOWED))}{where}, got {x.dtype}")
+        if x.device != device:
+            raise ValueError(f"{op}: {name}: expected device {device}, that of {first}, got {x.device}")
 
 
 def expect_shape(op: str, name: str, x: Tensor | None, shape: tuple[int, ...]) -> None:
