@@ -114,7 +114,7 @@ class Batch:
     slots: Tensor | None = None
     kv_rows: Tensor | None = None
     caches: Caches | None = None
-    boundaries: list[tuple[int, int]] | None = None  # (sequence, new tokens) whose states are kept
+    boundaries: Tensor | None = None  # [kept, 2] int32, ascending: (sequence, new tokens) whose states are kept
     snapshots: Tensor | None = None  # where each of them goes
     window_rows: Tensor | None = None  # [len(boundaries), W - 1] rows of P: the inputs in the window at that moment
 
@@ -148,7 +148,8 @@ class Batch:
         """The host's half of ``build``: int64 numbers that ``unpack`` takes, here or in a process with caches of that size."""
         _check(sequences, caches)
         size, taps = caches.page_size, caches.conv.shape[-1]
-        kept = [(n, t, snapshot) for n, s in enumerate(sequences) for t, snapshot in s.boundaries]
+        kept = sorted((n, t, snapshot) for n, s in enumerate(sequences) for t, snapshot in s.boundaries)
+        pairs = torch.tensor([(n, t) for n, t, _ in kept], dtype=torch.int32).view(-1, 2)
         lengths, contexts = [len(s.tokens) for s in sequences], [s.context for s in sequences]
         offsets, widest = list(accumulate(lengths, initial=0)), max((len(s.pages) for s in sequences), default=0)
         counts = [length if s.all_logits else min(length, 1) for length, s in zip(lengths, sequences, strict=True)]
@@ -170,7 +171,7 @@ class Batch:
         packed[: len(sizes)] = ints(sizes)
         parts = [
             ids, positions, ints(offsets), ints(contexts), table, logit_rows, slots, kv_rows, ints(s for _, _, s in kept),
-            windows, unknown, slots[owner[unknown]], ints(n for n, _, _ in kept), ints(t for _, t, _ in kept),
+            windows, unknown, slots[owner[unknown]], pairs.view(torch.long),
         ]  # fmt: skip
         for place, part in zip(_views(packed, shapes), parts, strict=True):
             place.copy_(part.view(place.shape))
@@ -182,10 +183,11 @@ class Batch:
         taps = caches.conv.shape[-1]
         shapes = _shapes(*packed[:SIZES].tolist(), taps)
         there = packed.to(caches.state.device, non_blocking=True)  # pinned, it is handed on only when the copy is through
-        _, _, offsets, contexts, *_, owners, ends = _views(packed, shapes)
-        ids, positions, cu_seqlens, context_lens, table, logit_rows, slots, kv_rows, snapshots, windows, unknown, theirs, *_ = (
-            _views(there, shapes)
-        )
+        _, _, offsets, contexts, *_ = _views(packed, shapes)
+        (
+            ids, positions, cu_seqlens, context_lens, table, logit_rows, slots, kv_rows, snapshots, windows,
+            unknown, theirs, pairs,
+        ) = _views(there, shapes)  # fmt: skip
         if len(unknown):
             ids[unknown] = last[theirs]
         lengths = offsets.tolist(), contexts.tolist()
@@ -201,7 +203,7 @@ class Batch:
             slots=slots,
             kv_rows=kv_rows,
             caches=caches,
-            boundaries=list(zip(owners.tolist(), ends.tolist(), strict=True)) or None,
+            boundaries=pairs.view(torch.int32).view(-1, 2) if len(pairs) else None,
             snapshots=snapshots,
             window_rows=windows,
         )
@@ -215,18 +217,21 @@ class Batch:
         """Conv windows [N, C, W - 1] and states [N, HV, K, V] (None: zeros) of linear layer ``layer``, as copies."""
         if self.caches is None:
             return x.new_zeros(len(self.context_lens), channels, taps), None
-        return self.caches.conv[layer, self.slots], self.caches.state[layer, self.slots]
+        # indexing with a tensor asks the host twice as much as these, which take whole rows
+        return self.caches.conv[layer].index_select(0, self.slots), self.caches.state[layer].index_select(0, self.slots)
 
     def store_linear(self, layer: int, windows: Tensor, state: Tensor) -> None:
         """Every sequence's new windows and state, into its own slot."""
         if self.caches is not None:
-            self.caches.conv[layer, self.slots] = windows
-            self.caches.state[layer, self.slots] = state
+            self.caches.conv[layer].index_copy_(0, self.slots, windows)
+            self.caches.state[layer].index_copy_(0, self.slots, state)
 
     def keep_boundaries(self, layer: int, raw: Tensor, states: Tensor) -> None:
         """States [M, HV, K, V] at the boundaries, and the windows: raw conv inputs [P, C] just before each."""
-        self.caches.snapshot_state[layer, self.snapshots] = states.to(self.caches.snapshot_state.dtype)
-        self.caches.snapshot_conv[layer, self.snapshots] = raw[self.window_rows].transpose(1, 2)
+        kept = self.caches.snapshot_state[layer]
+        kept.index_copy_(0, self.snapshots, states.to(kept.dtype))
+        windows = raw.index_select(0, self.window_rows.flatten()).view(*self.window_rows.shape, -1)
+        self.caches.snapshot_conv[layer].index_copy_(0, self.snapshots, windows.transpose(1, 2))
 
 
 def _check(sequences: list[Sequence], caches: Caches) -> None:
@@ -246,8 +251,8 @@ def _check(sequences: list[Sequence], caches: Caches) -> None:
 
 
 def _shapes(N: int, widest: int, P: int, M: int, K: int, U: int, taps: int) -> list[tuple[int, ...]]:
-    """Of the parts of a packed batch, in order; K states are kept, U tokens are unknown."""
-    return [(P,), (P,), (N + 1,), (N,), (N, widest), (M,), (N,), (P,), (K,), (K, taps), (U,), (U,), (K,), (K,)]
+    """Of the parts of a packed batch, in order; K states are kept (their pairs as K numbers), U tokens are unknown."""
+    return [(P,), (P,), (N + 1,), (N,), (N, widest), (M,), (N,), (P,), (K,), (K, taps), (U,), (U,), (K,)]
 
 
 def _starts(shapes: list[tuple[int, ...]]) -> list[int]:
