@@ -5,7 +5,8 @@
     other ranks   pool and runner of their own            ┘
 
 A message is JSON: a list of [name, arguments...]. The copies between slots and snapshots wait for the forward that comes after
-them. Tokens that the host does not know yet go from device to device.
+them. A batch that is packed anew is packed by rank 0 alone, and its numbers follow the message: tens of thousands, which take
+milliseconds as text. Tokens that the host does not know yet go from device to device.
 """
 
 import json
@@ -15,19 +16,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..cache.batch import Sequence
+from ..cache.batch import Batch, Sequence
 from ..cache.pool import Pool
 from .runner import Runner
 
 PACKET = 4096  # bytes of the first part of a message, enough for a decode step of 64 sequences
-LENGTH = 8  # bytes of its length, at the start
+LENGTH = 8  # bytes of its length, at the start, and as many for how many numbers follow
 
 
 class Line:
-    """Messages from rank 0 to all others, over a group of CPU processes."""
+    """Messages from rank 0 to all others, over a group of CPU processes. pinned: the numbers go on to a GPU."""
 
-    def __init__(self, group: dist.ProcessGroup):
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, pinned: bool = False):
+        self.group, self.pinned = group, pinned
         self._waiting: list[list[Any]] = []
         self._packet = torch.zeros(PACKET, dtype=torch.uint8)
 
@@ -35,27 +36,36 @@ class Line:
         """Goes out with the next message."""
         self._waiting.append([name, *arguments])
 
-    def say(self, name: str, *arguments: Any) -> None:
+    def say(self, name: str, *arguments: Any, numbers: Tensor | None = None) -> None:
+        """``numbers``: int64, on the host; they arrive as the last argument."""
         message = json.dumps([*self._waiting, [name, *arguments]], separators=(",", ":")).encode()
         self._waiting = []
-        head, rest = message[: PACKET - LENGTH], message[PACKET - LENGTH :]
-        packet = len(message).to_bytes(LENGTH, "big") + head
+        head, rest = message[: PACKET - 2 * LENGTH], message[PACKET - 2 * LENGTH :]
+        count = 0 if numbers is None else numbers.numel()
+        packet = len(message).to_bytes(LENGTH, "big") + count.to_bytes(LENGTH, "big") + head
         self._packet[: len(packet)] = torch.frombuffer(bytearray(packet), dtype=torch.uint8)
         dist.broadcast(self._packet, 0, self.group)
         if rest:
             dist.broadcast(torch.frombuffer(bytearray(rest), dtype=torch.uint8), 0, self.group)
+        if count:
+            dist.broadcast(numbers, 0, self.group)
 
     def hear(self) -> list[list[Any]]:
         """Wait for the next message."""
         dist.broadcast(self._packet, 0, self.group)
         packet = bytes(self._packet.numpy())
-        length = int.from_bytes(packet[:LENGTH], "big")
-        message = packet[LENGTH : LENGTH + length]
+        length, count = (int.from_bytes(packet[i : i + LENGTH], "big") for i in (0, LENGTH))
+        message = packet[2 * LENGTH :][:length]
         if length > len(message):
             rest = torch.empty(length - len(message), dtype=torch.uint8)
             dist.broadcast(rest, 0, self.group)
             message += bytes(rest.numpy())
-        return json.loads(message)
+        calls = json.loads(message)
+        if count:
+            numbers = torch.empty(count, dtype=torch.long, pin_memory=self.pinned)
+            dist.broadcast(numbers, 0, self.group)
+            calls[-1].append(numbers)
+        return calls
 
 
 class LeadingPool(Pool):
@@ -87,9 +97,10 @@ class LeadingRunner(Runner):
         self.ranks = ranks
 
     def extend(self, sequences: list[Sequence]) -> Tensor:
+        packed = Batch.pack(sequences, self.caches)
         with self.ranks.in_step() as line:
-            line.say("extend", [vars(s) for s in sequences])
-            return super().extend(sequences)
+            line.say("extend", numbers=packed)
+            return self.extend_packed(packed)
 
     def decode(self, size: int, rows: list, stale: list) -> Tensor:
         with self.ranks.in_step() as line:
@@ -118,7 +129,7 @@ def follow(line: Line, pool: Pool, runner: Runner) -> None:
         "clear": pool.caches.clear_slot,
         "save": pool.save,
         "restore": pool.restore,
-        "extend": lambda sequences: runner.extend([Sequence(**s) for s in sequences]),
+        "extend": runner.extend_packed,
         "decode": runner.decode,
         "remember": remember,
     }

@@ -74,7 +74,7 @@ class Job:
         backend = "nccl" if device.type == "cuda" else "gloo"
         place = {"device_id": device} if device.type == "cuda" else {}
         dist.init_process_group(backend, store=store, rank=rank, world_size=self.size, **place)
-        line = Line(dist.new_group(backend="gloo", timeout=IDLE))
+        line = Line(dist.new_group(backend="gloo", timeout=IDLE), pinned=device.type == "cuda")
         model.shard.all_reduce.prepare(device, model.dtype, self.nccl)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # what loading took

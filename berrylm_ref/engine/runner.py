@@ -6,7 +6,7 @@ A batch in which every sequence brings one token runs over static buffers of the
 
 What changes with every token is copied in (ids, positions, slots, the page of each row). What rarely changes lies on the device
 by slot: the page table, which a decode step extends itself, and the newest token of every sequence, for steps that are
-launched before the host knows it. Any other batch is packed anew by ``Batch.build``.
+launched before the host knows it. Any other batch is packed anew by ``Batch.pack``.
 """
 
 from dataclasses import dataclass
@@ -79,7 +79,11 @@ class Runner:
 
     def extend(self, sequences: list[Sequence]) -> Tensor:
         """A batch that is packed anew."""
-        batch = Batch.build(sequences, self.caches, self.last)
+        return self.extend_packed(Batch.pack(sequences, self.caches))
+
+    def extend_packed(self, packed: Tensor) -> Tensor:
+        """The numbers of ``Batch.pack``, of caches of this size."""
+        batch = Batch.unpack(packed, self.caches, self.last)
         self.slots = batch.slots
         return self.model.run(batch)[0]
 

@@ -99,7 +99,7 @@ def test_weights_that_are_drawn_are_those_of_one_process(tmp_path):
 
 
 def test_messages_arrive_as_they_were_said(monkeypatch):
-    """Shorter than a packet, exactly one, one byte more, and many packets long."""
+    """Shorter than a packet, exactly one, one byte more, and many packets long; with numbers that follow, and without."""
     wire = []
     monkeypatch.setattr(dist, "broadcast", lambda tensor, source, group: wire.append(tensor.clone()))
     line = Line(None)
@@ -107,9 +107,12 @@ def test_messages_arrive_as_they_were_said(monkeypatch):
     sizes = [1, *range(PACKET - 60, PACKET), 5 * PACKET]
     for size in sizes:
         line.say("x", "a" * size)
+        line.say("y", "b" * size, numbers=torch.arange(size) - 1)
     monkeypatch.setattr(dist, "broadcast", lambda tensor, source, group: tensor.copy_(wire.pop(0)))
-    heard = [Line(None).hear() for _ in sizes]
-    assert heard[0] == [["clear", 3], ["x", "a"]] and [m[-1] for m in heard] == [["x", "a" * size] for size in sizes]
+    heard = [(Line(None).hear(), Line(None).hear()) for _ in sizes]
+    assert heard[0][0] == [["clear", 3], ["x", "a"]] and [m[-1] for m, _ in heard] == [["x", "a" * size] for size in sizes]
+    for size, (_, [[*said, numbers]]) in zip(sizes, heard, strict=True):
+        assert said == ["y", "b" * size] and torch.equal(numbers, torch.arange(size) - 1)
     assert not wire
 
 
