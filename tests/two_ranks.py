@@ -13,6 +13,7 @@ from served import free_port
 from berrylm_ref import LLM
 
 SECONDS = 10  # in which everything has ended after a death
+LINES = 20  # of a server's output until it says how to ask it; NCCL's version is among them where NCCL_DEBUG is set
 
 
 @contextmanager
@@ -63,7 +64,10 @@ def serving(folder, *options):
     server = started(command, stderr=subprocess.PIPE)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
-            assert "curl" in "".join(server.stdout.readline() for _ in range(2))
+            said = []
+            while not any("curl" in line for line in said):
+                said.append(server.stdout.readline())
+                assert said[-1] and len(said) < LINES, said
 
             def up():
                 try:
