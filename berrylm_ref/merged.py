@@ -19,7 +19,12 @@ class Merged(nn.Module):
 
     merged: tuple[str, ...]
 
+    def __init__(self):
+        super().__init__()
+        self._joined: dict[str, tuple[list[int], Tensor]] = {}  # by kind: where the parts lie, and all of them
+
     def _apply(self, fn, recurse=True):
+        self._joined.clear()  # or the old memory would stay until the new is joined
         super()._apply(fn, recurse)
         for kind in ("weight", "bias"):
             self.join(kind)
@@ -30,6 +35,9 @@ class Merged(nn.Module):
         parts = [self._modules[name]._parameters[kind] for name in self.merged]  # not by attribute: this runs in every layer
         if parts[0] is None:
             return None
+        known = self._joined.get(kind)
+        if known is not None and known[0] == [p.data_ptr() for p in parts]:  # it holds that memory, so no other lies there
+            return known[1]
         first, rows = parts[0].data, [p.shape[0] for p in parts]
         if not _in_one_piece(parts):
             if len({(p.dtype, p.device) for p in parts}) > 1:
@@ -40,8 +48,11 @@ class Merged(nn.Module):
                 whole = torch.cat([p.data for p in parts])
                 for p, part in zip(parts, whole.split(rows), strict=True):
                     p.data = part
-            return whole
-        return first.as_strided((sum(rows), *first.shape[1:]), first.stride())
+        else:
+            whole = first.as_strided((sum(rows), *first.shape[1:]), first.stride())
+        if whole.device.type != "meta":  # where all addresses are 0
+            self._joined[kind] = [p.data_ptr() for p in parts], whole
+        return whole
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """x [.., in] -> each child's output, in order: columns of one matrix, so rows of each lie apart."""

@@ -112,6 +112,21 @@ def test_parameters_stay_rows_of_one_matrix(way):
         assert holders(other)[0].join().data_ptr() != holders(model)[0].join().data_ptr()
 
 
+@torch.no_grad()
+def test_a_part_given_new_memory_between_two_calls_is_what_runs():
+    """What was joined is kept from call to call; the old rows must not run on when one part, or all in turn, lie elsewhere."""
+    model = model_of()
+    seen = [model(IDS)]
+    for module in holders(model):
+        for p in (p for kind in ("weight", "bias") for p in parts(module, kind) if p is not None):
+            p.data = 1.5 * p.data
+            seen.append(model(IDS))
+            fresh = BerryLM(model.config)
+            fresh.load_state_dict(model.state_dict())
+            assert torch.equal(seen[-1], fresh(IDS)) and rel_l2(seen[-1], seen[-2]) > 1e-5
+    assert all(in_one_piece(module) for module in holders(model))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_a_cast_joins_at_once(dtype):
     """Not at the first forward: memory would be needed beside weights that already fill the device."""
