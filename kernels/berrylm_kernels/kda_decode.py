@@ -18,6 +18,8 @@ To time it: ``kda_decode_step`` with the arguments of its twin can be captured i
 the pools in place.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -29,6 +31,7 @@ from .overlap import await_earlier, options, overlaps
 __all__ = ["kda_decode_step"]
 
 FLOATS = (torch.float32, torch.float16, *(() if INTERPRETED else (torch.bfloat16,)))  # the interpreter cuts bf16 casts
+GROUP = 4  # heads a program of the first launch takes: with one each, starting 4096 programs took longer than their work
 TILE = 128 * 64  # elements of a state that 4 warps hold in registers; a whole state or 8 warps were slower
 
 
@@ -98,34 +101,35 @@ def _prepare_kernel(
     qkv, raw_gate, conv_weight, A_log, dt_bias, conv_pool, slots, ready,
     stride_qkv, stride_gate, stride_conv, n_slots, scale, lower_bound,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, BW: tl.constexpr, PDL: tl.constexpr,
+    BG: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """2 * H programs a row for q and k of the key heads, then HV for v and decay of the value heads.
+    """A program takes BG heads: first those of q and k, 2 * H a row, then the HV value heads, for v and decay.
 
     ready [S, 2 * H * K + HV * V + HV * K] fp32: q (scaled), k, v in the order of the channels, then exp(g).
     """
     if PDL:
         await_earlier()  # then the second launch may start: it loads states, so whatever ran before this one must be through
-    P: tl.constexpr = 2 * H + HV
+    P: tl.constexpr = (2 * H + HV) // BG
     i_s, i_p = tl.program_id(0).to(tl.int64) // P, tl.program_id(0) % P
     slot = tl.load(slots + i_s).to(tl.int64)
     if (slot <= 0) | (slot >= n_slots):
         return
     p_x, p_window = qkv + i_s * stride_qkv, conv_pool + slot * stride_conv
     p_ready = ready + i_s * (2 * H * K + HV * V + HV * K)
-    o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
-    m_k, m_v = o_k < K, o_v < V
-    if i_p < 2 * H:
-        o_qk = i_p * K + o_k
-        y = _conv(p_x, p_window, conv_weight, o_qk, m_k, W, BW)
-        y *= tl.rsqrt(tl.sum(y * y, 0) + 1e-6) * tl.where(i_p < H, scale, 1.0)
-        tl.store(p_ready + o_qk, y, mask=m_k)
+    i_k, i_v = tl.arange(0, BG * BK), tl.arange(0, BG * BV)
+    m_k, m_v = i_k % BK < K, i_v % BV < V
+    if i_p * BG < 2 * H:
+        o_qk = (i_p * BG + i_k // BK) * K + i_k % BK
+        y = tl.reshape(_conv(p_x, p_window, conv_weight, o_qk, m_k, W, BW), [BG, BK])
+        length = tl.rsqrt(tl.sum(y * y, 1) + 1e-6) * tl.where(i_p * BG + tl.arange(0, BG) < H, scale, 1.0)
+        tl.store(p_ready + o_qk, tl.reshape(y * length[:, None], [BG * BK]), mask=m_k)
     else:
-        i_hv = i_p - 2 * H
-        o_g, o_vc = i_hv * K + o_k, 2 * H * K + i_hv * V + o_v
+        i_hv = i_p * BG - 2 * H  # the first of them
+        o_g = (i_hv + i_k // BK) * K + i_k % BK
+        o_v = 2 * H * K + (i_hv + i_v // BV) * V + i_v % BV
         raw = tl.load(raw_gate + i_s * stride_gate + o_g, mask=m_k, other=0.0).to(tl.float32)
-        bias, rate = tl.load(dt_bias + o_g, mask=m_k, other=0.0), tl.load(A_log + i_hv)
-        tl.store(p_ready + o_vc, _conv(p_x, p_window, conv_weight, o_vc, m_v, W, BW), mask=m_v)
+        bias, rate = tl.load(dt_bias + o_g, mask=m_k, other=0.0), tl.load(A_log + i_hv + i_k // BK)
+        tl.store(p_ready + o_v, _conv(p_x, p_window, conv_weight, o_v, m_v, W, BW), mask=m_v)
         g = -tl.exp(rate) * _softplus(raw + bias)
         if lower_bound is not None:
             g = tl.maximum(g, lower_bound)
@@ -234,11 +238,11 @@ def kda_decode_step(
         return out
     ready = torch.empty(S, 2 * H * K + HV * V + HV * K, dtype=torch.float32, device=qkv.device)
     BK, BV, BW = (triton.next_power_of_2(n) for n in (K, V, W))
-    pdl = overlaps(S, qkv)
-    _prepare_kernel[(S * (2 * H + HV),)](
+    BG, pdl = math.gcd(GROUP, 2 * H, HV), overlaps(S, qkv)
+    _prepare_kernel[(S * (2 * H + HV) // BG,)](
         qkv, raw_gate, conv_weight, A_log, dt_bias, conv_pool, slots, ready,
         qkv.stride(0), raw_gate.stride(0), conv_pool.stride(0), n_slots, K**-0.5, lower_bound,
-        H, HV, K, V, W, BK, BV, BW, pdl, num_warps=min(2, max(1, BK * BW // 128)), **options(pdl),
+        H, HV, K, V, W, BG, BK, BV, BW, pdl, num_warps=min(8, max(1, BG * BK * BW // 256)), **options(pdl),
     )  # fmt: skip
     BV = min(BV, TILE // BK)
     _update_kernel[(S * HV,)](
