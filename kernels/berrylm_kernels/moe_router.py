@@ -204,7 +204,10 @@ def _store_block(p_block, expert, first, end, mask):
 
 def is_aligned(elements: int, *matrices: Tensor) -> bool:
     """Whether every multiple of so many elements into any of these starts at a multiple of 16 bytes."""
-    return all(m.data_ptr() % 16 == 0 and elements * m.element_size() % 16 == 0 for m in matrices)
+    for m in matrices:
+        if m.data_ptr() % 16 or elements * m.element_size() % 16:
+            return False
+    return True
 
 
 def project_logits(x: Tensor, router: Tensor, shared_gate: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Tiles of the two grouped products of the mixture of experts."""
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ TILES = (
 )
 
 
+@lru_cache(maxsize=1024)
 def tiles(rows: float, dtype: torch.dtype) -> tuple[Tile, Tile]:
     """For so many rows an expert on average. float32 multiplies on the plain units, which hold less at once."""
     first, second = next(pair for limit, *pair in TILES if rows <= limit)
