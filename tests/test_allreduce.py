@@ -1,6 +1,7 @@
 """The sum over ranks: one kernel over peers' memory only where every rank has found it right, else NCCL, and the log says why."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -69,7 +70,12 @@ def test_small_messages_take_the_kernel_and_large_ones_nccl(prepared, monkeypatc
     reduce, log = prepared()
     assert "one-shot" in reduce.name and reduce.name in log
     calls = []
-    monkeypatch.setattr(dist, "all_reduce", lambda x: calls.append(x.shape))
+
+    class World:
+        _get_backend = staticmethod(lambda device: World)
+        allreduce = staticmethod(lambda tensors, options: calls.append(tensors[0].shape))
+
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=World))
     reduce._one_shot = lambda mine, x, op, group: calls.append(mine.shape) or x
     rows = SMALL // 4096
     for x, taken in [((1, 2048), True), ((rows, 2048), True), ((rows + 1, 2048), False), ((1, 7), False), ((0, 2048), False)]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ..cache.pool import Pool, PoolSizes
 from ..model import BerryLM, as_dtype
 from .mirror import Line, follow
-from .ranks import Job, leave, ready, stopped
+from .ranks import Job, keep_objects, leave, ready, stopped
 from .runner import Runner
 
 LOOK_SECONDS = 0.5
@@ -37,6 +37,7 @@ def main(rank: int, parent: int, job: Job) -> None:
         pool = told_pool(line, model)
         runner = pool and told_runner(line, model, pool)
         if runner:
+            keep_objects()
             follow(line, pool, runner)
     except RuntimeError:
         # A connection that closes is mostly another rank's death: if it was rank 0 the thread ends this process meanwhile, if

@@ -1,6 +1,7 @@
 """The processes of tensor parallel, started by torch's launcher and watched: one rank a process, this one is rank 0."""
 
 import atexit
+import gc
 import json
 import logging
 import os
@@ -71,6 +72,7 @@ class Job:
         """Meet the other ranks: NCCL between GPUs, gloo between CPU processes, and gloo for messages, which no GPU waits for."""
         device = model.device
         os.environ.setdefault("TORCH_NCCL_USE_COMM_NONBLOCKING", "0")  # a communicator is whole before a graph is captured
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")  # else torch walks the Python stack for a record of each collective
         backend = "nccl" if device.type == "cuda" else "gloo"
         place = {"device_id": device} if device.type == "cuda" else {}
         dist.init_process_group(backend, store=store, rank=rank, world_size=self.size, **place)
@@ -138,6 +140,8 @@ class Ranks:
     def runner(self, model: BerryLM, caches, buckets: list[int], graphs: bool) -> Runner:
         self.line.say("runner", buckets, graphs)  # they capture their graphs while this one does
         self._runner = LeadingRunner(self, model, caches, buckets, graphs)
+        if self.job.device == "cuda":
+            keep_objects()
         return self._runner
 
     @contextmanager
@@ -178,6 +182,7 @@ class Ranks:
 
     def _end(self) -> None:
         self._processes.close(signal.SIGKILL)
+        gc.unfreeze()
         if self.job.device == "cpu" and dist.is_initialized():
             dist.destroy_process_group()
         shutil.rmtree(self._scratch, ignore_errors=True)
@@ -265,6 +270,12 @@ def leave(runner: Runner | None, device: torch.device) -> None:
         if runner:
             runner.release()
     dist.destroy_process_group()
+
+
+def keep_objects() -> None:
+    """What is there when all is set up stays: a collection among all of torch's objects stops a rank, and the others wait."""
+    gc.collect()
+    gc.freeze()
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = STOP_SECONDS) -> None:

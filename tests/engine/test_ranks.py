@@ -1,5 +1,6 @@
 """Two gloo processes answer as one does; and when one of them dies, everything ends, and says which."""
 
+import gc
 import json
 import os
 import random
@@ -22,7 +23,7 @@ from berrylm_ref import LLM, BerryLM, BerryLMConfig, SamplingParams
 from berrylm_ref.backend import TORCH
 from berrylm_ref.engine.memory import kv_token_bytes, plan_sizes, state_bytes
 from berrylm_ref.engine.mirror import PACKET, Line
-from berrylm_ref.engine.ranks import RankDied
+from berrylm_ref.engine.ranks import RankDied, keep_objects
 
 
 @cache
@@ -198,6 +199,14 @@ def test_a_step_that_breaks_off_ends_the_ranks(monkeypatch):
         with pytest.raises(RankDied, match="a step broke off.*ZeroDivisionError"):
             llm.generate([[1, 2]])
         assert ended(pid)
+
+def test_what_is_kept_from_collection_is_given_back():
+    """A collection among all of torch's objects takes 0.1 s, for which ranks wait; but an engine that is closed must be freed."""
+    with opened(folder(), tp=2):
+        keep_objects()
+        assert gc.get_freeze_count() > 10_000
+    assert gc.get_freeze_count() == 0
+
 
 def test_no_rank_outlives_the_first():
     """Killed with SIGKILL, rank 0 can't tell anyone."""
