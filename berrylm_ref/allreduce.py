@@ -54,7 +54,7 @@ class AllReduce:
             return self._one_shot(mine, x, "sum", self._group)
         options = dist.AllreduceOptions()  # what dist.all_reduce does, without its checks and its log
         options.reduceOp, options.asyncOp = dist.ReduceOp.SUM, False
-        work = dist.group.WORLD._get_backend(x.device).allreduce([x], options)
+        work = dist.group.WORLD.allreduce([x], options)
         if work is not None:  # NCCL has put it into the current stream
             work.wait()
         return x

@@ -71,11 +71,8 @@ def test_small_messages_take_the_kernel_and_large_ones_nccl(prepared, monkeypatc
     assert "one-shot" in reduce.name and reduce.name in log
     calls = []
 
-    class World:
-        _get_backend = staticmethod(lambda device: World)
-        allreduce = staticmethod(lambda tensors, options: calls.append(tensors[0].shape))
-
-    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=World))
+    world = SimpleNamespace(allreduce=lambda tensors, options: calls.append(tensors[0].shape))
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=world))
     reduce._one_shot = lambda mine, x, op, group: calls.append(mine.shape) or x
     rows = SMALL // 4096
     for x, taken in [((1, 2048), True), ((rows, 2048), True), ((rows + 1, 2048), False), ((1, 7), False), ((0, 2048), False)]:
