@@ -75,7 +75,7 @@ def _gather(k_pages: Tensor, v_pages: Tensor, page_table: Tensor, first: int, to
     """The keys and values of sequences first, first + 1, .. in one piece each, [sum of totals, kv_heads, D]."""
     size, kv_heads, D = k_pages.shape[1:]
     k_pages, v_pages = (x if x.stride(2) == D else x.contiguous() for x in (k_pages, v_pages))
-    k, v = (torch.empty((sum(totals), kv_heads, D), dtype=k_pages.dtype, device=k_pages.device) for _ in range(2))
+    k, v = (k_pages.new_empty((sum(totals), kv_heads, D)) for _ in range(2))
     W, BW = kv_heads * D, next_power_of_2(kv_heads * D)
     BT = max(1, TILE // BW)
     launch(
@@ -200,7 +200,7 @@ def paged_attention(
         x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (q, k_pages, v_pages, page_table, gate)
     )
     cu_seqlens, context_lens = cu_seqlens.contiguous(), context_lens.contiguous()
-    N, out = context_lens.numel(), torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    N, out = context_lens.numel(), torch.empty_like(q, memory_format=torch.contiguous_format)
     if not N:
         return out
     offsets = contexts = None

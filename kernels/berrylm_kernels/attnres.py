@@ -87,7 +87,7 @@ def _launch(
     h = packed_rows(h)
     if committed.stride(-1) != 1:
         committed = committed.contiguous()
-    mixed = torch.empty((P, D), dtype=h.dtype, device=h.device)
+    mixed = h.new_empty((P, D))
     normed = None if norm_weight is None else torch.empty_like(mixed)
     BD, pdl = next_power_of_2(D), overlaps(P, h)
     if P:

@@ -129,7 +129,7 @@ def causal_conv(x: Tensor, weight: Tensor, windows: Tensor, cu_seqlens: Tensor) 
     x = packed_rows(x)
     (P, C), N, W = x.shape, windows.shape[0], weight.shape[1]
     windows = windows.contiguous()
-    y, new_windows = torch.empty((P, C), dtype=x.dtype, device=x.device), torch.empty_like(windows)
+    y, new_windows = x.new_empty((P, C)), torch.empty_like(windows)
     steps = 4 if P >= MANY else 1
     if P + N:
         launch(

@@ -8,7 +8,6 @@ are bitwise repeatable and a token's result does not depend on its neighbours.
 Symbols: D width of the stream, F width of an expert, E routed experts; expert E is the shared one.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -156,7 +155,7 @@ def _combine_kernel(
 def launch_gate_up(x, gate_up_proj, shared_gate_up, order, blocks, tile: Tile) -> Tensor:
     """silu(gate x) * (up x), [rows, F]; x [P, D] with contiguous rows."""
     E, twice, D = gate_up_proj.shape
-    hidden = torch.empty((order.shape[0], twice // 2), dtype=x.dtype, device=x.device)
+    hidden = x.new_empty((order.shape[0], twice // 2))
     grid, pdl = ((blocks.shape[0] - 1) * cdiv(twice // 2, tile.BN),), overlaps(x.shape[0], x)
     launch(
         _gate_up_kernel, grid, (x, gate_up_proj, *shared_gate_up, order, blocks, hidden), (x.stride(0), x.shape[0]),
@@ -172,7 +171,7 @@ def launch_down(hidden, down_proj, shared_down, blocks, shared_blocks: int, tile
     E, D, F = down_proj.shape
     if tile.per_multiprocessor and D % tile.BN == 0 and F % tile.BK == 0 and is_aligned(F, down_proj, shared_down):
         return launch_down_persistent(hidden, down_proj, shared_down, blocks, shared_blocks, tile)
-    y = torch.empty((hidden.shape[0], D), dtype=hidden.dtype, device=hidden.device)
+    y = hidden.new_empty((hidden.shape[0], D))
     launch(
         _down_kernel, ((blocks.shape[0] - 1) * cdiv(D, tile.BN),), (hidden, down_proj, shared_down, blocks, y), (F,),
         dict(E=E, D=D, F=F, BM=tile.BM, BN=tile.BN, BK=tile.BK, PDL=pdl),
@@ -184,7 +183,7 @@ def launch_down(hidden, down_proj, shared_down, blocks, shared_blocks: int, tile
 def launch_combine(y, rows, weights, gate_logits, residual) -> Tensor:
     """[P, D]; without the shared expert gate_logits is None, without a residual that."""
     (top_k, P), D = weights.shape, y.shape[1]
-    out = torch.empty((P, D), dtype=y.dtype, device=y.device)
+    out = y.new_empty((P, D))
     BD, pdl = min(1024, next_power_of_2(D)), overlaps(P, y)
     launch(
         _combine_kernel, (P, cdiv(D, BD)), (y, rows, weights, gate_logits, residual, out),

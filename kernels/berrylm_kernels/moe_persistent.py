@@ -61,7 +61,7 @@ def launch_down_persistent(
     """[rows, D]; D and F are multiples of the tile's sides. Without blocks of its own shared_down may be of any shape."""
     E, D, F = down_proj.shape
     BM, BN, BK = tile.BM, tile.BN, tile.BK
-    y = torch.empty((hidden.shape[0], D), dtype=hidden.dtype, device=hidden.device)
+    y = hidden.new_empty((hidden.shape[0], D))
     multiprocessors = torch.cuda.get_device_properties(hidden.device).multi_processor_count if hidden.is_cuda else 3
     programs = multiprocessors * tile.per_multiprocessor
     routed = TensorDescriptor.from_tensor(down_proj.view(E * D, F), [BN, BK])

@@ -213,7 +213,7 @@ def is_aligned(elements: int, *matrices: Tensor) -> bool:
 def project_logits(x: Tensor, router: Tensor, shared_gate: Tensor) -> Tensor:
     """x [P, D] times the router and the shared expert's gate: [P, E + 1] in x's dtype. Made for a few tokens."""
     (P, D), E = x.shape, router.shape[0]
-    logits = torch.empty((P, E + 1), dtype=x.dtype, device=x.device)
+    logits = x.new_empty((P, E + 1))
     BN, BK, pdl = 4, min(1024, next_power_of_2(D)), overlaps(P, x)
     launch(
         _logits_kernel, (cdiv(E + 1, BN), P), (x, router, shared_gate, logits), (x.stride(0),),

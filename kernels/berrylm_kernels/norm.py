@@ -72,7 +72,7 @@ def _tile(width: int) -> tuple[int, int, int]:
 def _launch_rms_norm(x: Tensor, y: Tensor | None, weight: Tensor | None, eps: float, mean: bool) -> tuple[Tensor, Tensor]:
     """(x + y, or x itself without y; its norm)."""
     rows, others = packed_rows(x), None if y is None else packed_rows(y)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     added = x if y is None else torch.empty_like(out)
     (R, D), (BR, BD, warps) = rows.shape, _tile(x.shape[-1])
     pdl = overlaps(R, x)
@@ -113,7 +113,7 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     expect_floats("gated_rms_norm", x=x, z=z, weight=weight)
     expect_shape("gated_rms_norm", "z", z, tuple(x.shape))
     expect_shape("gated_rms_norm", "weight", weight, tuple(x.shape[-1:]))
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.dim() != 3:
         x, z = (packed_rows(t).unsqueeze(1) for t in (x, z))
     x, z = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, z))

@@ -128,7 +128,7 @@ def qk_norm_rope(
     q, gate = q.chunk(2, -1) if output_gate else (q, None)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     (P, HQ, D), HK, R = q.shape, k.shape[1], cos.shape[1]
-    q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    q_out, k_out = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k))
     BD = next_power_of_2(D)
     BR, pdl = max(1, TILE // BD), overlaps(P, q)
     if P:
