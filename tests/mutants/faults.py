@@ -229,8 +229,8 @@ FAULTS: list[Fault] = [
     Fault(
         "05_kda_layer",
         "berrylm_ref/cache/batch.py",
-        "return self.caches.conv[layer, self.slots], self.caches.state[layer, self.slots]",
-        "return self.caches.conv[layer, self.slots], None",
+        "self.caches.conv[layer].index_select(0, self.slots), self.caches.state[layer].index_select(0, self.slots)",
+        "self.caches.conv[layer].index_select(0, self.slots), None",
         "the state is dropped when more than one token comes",
     ),
     Fault(
@@ -394,8 +394,8 @@ FAULTS: list[Fault] = [
     Fault(
         "09_whole_model",
         "berrylm_ref/cache/batch.py",
-        "self.caches.conv[layer, self.slots] = windows",
-        "self.caches.conv[layer, self.slots] = windows.flip(-1)",
+        "index_copy_(0, self.slots, windows)",
+        "index_copy_(0, self.slots, windows.flip(-1))",
         "windows are stored newest first",
     ),
     Fault(
