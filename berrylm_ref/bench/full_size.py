@@ -91,10 +91,13 @@ def measure_model(s: Settings, out: Path | None = None) -> Report:
     if not rates or not held:
         return report
     (llm,) = held
+    gc.collect()
+    gc.freeze()  # as a server does when it is up
     try:
         measure_engine(s, report, llm, floors)
     finally:
         llm.close()
+        gc.unfreeze()
     report.data["peak_memory_bytes"] = peak_memory(device)
     report.write()
     print("\n".join(lines_of(report.data)), flush=True)

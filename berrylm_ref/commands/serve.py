@@ -1,5 +1,6 @@
 """``berrylm serve``: the OpenAI-compatible server."""
 
+import gc
 import json
 import shlex
 from typing import Annotated
@@ -81,6 +82,8 @@ def serve(
         server = GracefulServer(
             app, host=host, port=port, grace=shutdown_grace, header_seconds=header_timeout, idle_seconds=idle_timeout
         )
+        gc.collect()
+        gc.freeze()  # a collection among all that start-up made stops every stream for a tenth of a second and more
         server.run(sockets=[place])
         llm.close()
 
