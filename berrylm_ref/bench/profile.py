@@ -20,7 +20,7 @@ PATTERNS = (
     ("between ranks", r"nccl|all_?reduce"),
     ("KDA", r"kda|_prepare_kernel|_update_kernel|_conv_kernel"),
     ("MoE", r"_few_|_gate_up|_down_|_combine|_logits_kernel|_route_|_plan_|_swiglu|moe|expert"),
-    ("attention", r"_decode_kernel|_merge_kernel|_gate_kernel|qk_norm_rope|flash|fmha|attention"),
+    ("attention", r"_decode_kernel|_merge_kernel|_gate_kernel|^_gather_kernel|qk_norm_rope|flash|fmha|attention"),
     ("norms and AttnRes", r"norm_kernel|attn_res"),
     ("sampling", r"sampl|argmax|topk|sort|softmax|multinomial"),
     ("products", r"nvjet|gemm|gemv|cutlass|xmma|splitk|cublas|^aten::(mm|addmm|bmm)$"),
