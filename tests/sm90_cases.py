@@ -190,7 +190,7 @@ CASES = {
     "hopper front, keys as they come": hopper_front(l2norm=False, stack=16),
     "hopper state": hopper_state(),
     "hopper state, packed, boundaries": hopper_state(packed=True, kept=True),
-    "kda decode, prepare": kda_step(_prepare_kernel, num_warps=8, BG=4, registers=48),
+    "kda decode, prepare": kda_step(_prepare_kernel, num_warps=8, BG=8, registers=64),
     "kda decode, update": kda_step(_update_kernel),
     "kda decode, update, fp32": kda_step(_update_kernel, "fp32"),
     "kda decode, update, K = V = 256": kda_step(_update_kernel, num_warps=8, K=256, V=256, BK=256, BV=32, NV=8),
