@@ -253,6 +253,8 @@ def lines_of(data: dict[str, Any]) -> list[str]:
 
 
 def line_of(found: dict[str, Any]) -> str:
+    if "cut_by_time_limit" in found["summary"]:
+        return f"cut by the time limit, {found['summary']['requests']} requests had ended"
     line = f"{found['output_tokens_per_s']:.0f} tok/s, TPOT {found['tpot_ms'] or float('nan'):.2f} ms"
     if limit := found.get("limit"):
         line += f"; limit {limit['tokens_per_s']:.0f} tok/s, step {limit['step_ms']:.2f} ms"

@@ -23,10 +23,11 @@ PREFILL_TARGET = {"least_share": 0.40, "aim_share": 0.45}  # of the measured mat
 
 
 def against_published(spec: tuple[int, int, int], found: dict[str, Any], gpus: int = 1) -> dict[str, Any]:
-    """Figure published for so many GPUs, ours and how many times better ours is; empty where one of them is missing."""
+    """Figure published for so many GPUs, ours and how many times better ours is; empty where one of them is missing, and where
+    a time limit cut the run: it is no measurement of the workload."""
     name, published, least, aim = BY_GPUS.get(gpus, {}).get(spec, (None,) * 4)
     ours = found.get(name)
-    if ours is None:
+    if ours is None or "cut_by_time_limit" in found.get("summary", {}):
         return {}
     better = published / ours if name == "tpot_ms" else ours / published
     reached = ours <= least if name == "tpot_ms" else ours >= least

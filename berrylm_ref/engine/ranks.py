@@ -35,7 +35,6 @@ log = logging.getLogger(__name__)
 START_SECONDS = 600  # for every rank to have its weights
 STOP_SECONDS = 5  # for every rank to end when told to
 WATCH_SECONDS = 0.2
-RECORDED = "TORCH_NCCL_TRACE_BUFFER_SIZE" if torch.__version__ < (2, 13) else "TORCH_FR_BUFFER_SIZE"
 IDLE = timedelta(days=3650)  # a rank may wait for the next message as long as it likes; that rank 0 is there, it watches itself
 
 
@@ -73,7 +72,7 @@ class Job:
         """Meet the other ranks: NCCL between GPUs, gloo between CPU processes, and gloo for messages, which no GPU waits for."""
         device = model.device
         os.environ.setdefault("TORCH_NCCL_USE_COMM_NONBLOCKING", "0")  # a communicator is whole before a graph is captured
-        os.environ.setdefault(RECORDED, "0")  # else torch keeps the Python stack of each collective
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")  # else torch keeps the Python stack of each collective
         backend = "nccl" if device.type == "cuda" else "gloo"
         place = {"device_id": device} if device.type == "cuda" else {}
         dist.init_process_group(backend, store=store, rank=rank, world_size=self.size, **place)
