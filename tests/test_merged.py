@@ -127,6 +127,20 @@ def test_a_part_given_new_memory_between_two_calls_is_what_runs():
     assert all(in_one_piece(module) for module in holders(model))
 
 
+@torch.no_grad()
+def test_a_copy_that_takes_the_originals_memory_runs_what_lies_there():
+    """It was told that the parts lie where they lay, and ran on with a matrix that had been copied along: logits 84 % off."""
+    model = model_of()
+    model(IDS)
+    other = copy.deepcopy(model)
+    held = [matrix for module in holders(other) for _, matrix in module._joined.values()]
+    assert not held, f"{len(held)} matrices beside the copied parameters"
+    for p in model.parameters():
+        p.mul_(1.5)
+    other.load_state_dict(model.state_dict(), assign=True)
+    assert torch.equal(other(IDS), model(IDS))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_a_cast_joins_at_once(dtype):
     """Not at the first forward: memory would be needed beside weights that already fill the device."""
