@@ -24,7 +24,7 @@ class Merged(nn.Module):
         self._joined: dict[str, tuple[list[int], Tensor]] = {}  # by kind: where the parts lie, and all of them
 
     def __getstate__(self):
-        return {**self.__dict__, "_joined": {}}  # a copy would hold a second matrix, and know it by where the original's parts lie
+        return {**self.__dict__, "_joined": {}}  # a copy would hold a second matrix, found by where the original's parts lie
 
     def _apply(self, fn, recurse=True):
         self._joined.clear()  # or the old memory would stay until the new is joined
