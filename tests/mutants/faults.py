@@ -240,6 +240,13 @@ FAULTS: list[Fault] = [
         "i_h = i_hv % H",
         "the kernel maps value head j to key head j % H",
     ),
+    Fault(
+        "05_kda_layer",
+        "kernels/berrylm_kernels/kda_decode.py",
+        "tl.where(i_p * BG + tl.arange(0, BG) < H, scale, 1.0)",
+        "tl.where(i_p * BG < H, scale, 1.0)",
+        "the kernel scales the keys that share a program with queries",
+    ),
     # 06 full attention
     Fault(
         "06_full_attention",
@@ -282,6 +289,13 @@ FAULTS: list[Fault] = [
         "tl.exp2(peak - top), tl.exp2(b_lse - top)",
         "tl.exp2(peak - top), tl.where(m_s, 1.0, 0.0)",
         "shares are averaged",
+    ),
+    Fault(
+        "06_full_attention",
+        "kernels/berrylm_kernels/attention.py",
+        "page_table + (first + i_n).to(tl.int64) * stride_table",
+        "page_table + (first + 0 * i_n).to(tl.int64) * stride_table",
+        "neighbours that share a gather share the first one's pages",
     ),
     # 07 AttnRes
     Fault(
