@@ -63,14 +63,19 @@ class BackgroundEngine:
         return not self._stopped
 
     async def stream(self, requests: list[Request], seconds: float | None = None) -> AsyncIterator[list[Event]]:
-        """Run checked ``requests`` together; yields the events that came since the last time, until all have finished.
+        """Run checked ``requests`` together; yields their events step by step, until all have finished.
 
         Closed early, or cancelled, it frees what its requests hold by the engine's next step. Raises EngineStopped, and
-        TimeoutError where they take longer than ``seconds``.
+        TimeoutError where they take longer than ``seconds``: then nothing of them runs on, even if it is read later.
         """
         loop, inbox = asyncio.get_running_loop(), asyncio.Queue()
+
+        def end() -> None:
+            inbox.put_nowait(Late)
+            self._cancel(requests)  # by the timer, for the reader may be behind
+
         self._send(("add", requests, Listener(loop, inbox)))
-        timer = None if seconds is None else loop.call_later(seconds, inbox.put_nowait, Late)  # one, not one a token
+        timer = None if seconds is None else loop.call_later(seconds, end)  # one, not one a token
         left = set(requests)
         try:
             while left:
@@ -85,8 +90,7 @@ class BackgroundEngine:
             if timer:
                 timer.cancel()
             if left:
-                with suppress(EngineStopped):  # then it holds nothing of theirs for anyone
-                    self._send(("cancel", list(left), None))
+                self._cancel(list(left))
 
     def stop(self, timeout: float = 30) -> None:
         """End the thread after its step; whoever still reads gets EngineStopped."""
@@ -100,6 +104,10 @@ class BackgroundEngine:
             if self._stopped:
                 raise EngineStopped("the engine has stopped") from self._fault
             self._commands.put(command)
+
+    def _cancel(self, requests: list[Request]) -> None:
+        with suppress(EngineStopped):  # then it holds nothing of theirs for anyone
+            self._send(("cancel", requests, None))
 
     def _loop(self) -> None:
         try:

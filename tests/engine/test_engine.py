@@ -327,6 +327,30 @@ def test_an_event_loop_is_woken_once_a_step_for_all_of_its_streams():
     assert 30 <= len(wakes) <= len(steps) < 60, (len(wakes), len(steps))
 
 
+def test_what_takes_too_long_ends_though_its_reader_is_behind():
+    """ENG-1: the time limit lay behind all the text that a slow client had not read, and the request ran to its natural end."""
+    llm = small_llm()
+    (request,) = requests = llm.requests([1, 2], SamplingParams(max_tokens=3000, ignore_eos=True))
+
+    async def read():
+        background = BackgroundEngine(llm.engine)
+        try:
+            batches = background.stream(requests, 0.3)
+            await anext(batches)
+            await asyncio.sleep(0.8)  # as a client that takes nothing
+            made, idle = len(request.output_ids), llm.engine.idle
+            with pytest.raises(TimeoutError, match="longer than 0.3 seconds"):
+                while True:
+                    await anext(batches)
+            return made, idle
+        finally:
+            background.stop()
+
+    made, idle = asyncio.run(read())
+    assert idle, f"{made} tokens, and it runs on"
+    assert 1 < made == len(request.output_ids) < 3000
+
+
 def test_a_reader_whose_event_loop_is_gone_does_not_end_the_engine():
     """Its text arrived at a closed loop, and that ended the engine for everyone else."""
     llm = small_llm()
