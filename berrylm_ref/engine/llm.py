@@ -67,7 +67,8 @@ class LLM:
             positive(name, value)
         for name, value in (("max_total_tokens", max_total_tokens), ("chunked_prefill_size", chunked_prefill_size)):
             positive(name, value, optional=True)
-        positive("snapshot_bytes", snapshot_bytes, optional=True, least=0)
+        for name, value in (("snapshot_bytes", snapshot_bytes), ("random_weights", random_weights)):
+            positive(name, value, optional=True, least=0)
         for bucket in decode_buckets or []:
             positive("decode_buckets", bucket)
         ready = isinstance(folder, BerryLM)  # see from_model
@@ -144,7 +145,7 @@ class LLM:
     @classmethod
     def from_model(cls, model: BerryLM, **options) -> "LLM":
         """An engine around a model that is in memory already, for token ids. ``options``: those of LLM that load nothing."""
-        loading = sorted(options.keys() & {"dtype", "device", "backend", "kda_intra"})
+        loading = sorted(options.keys() & {"dtype", "device", "backend", "kda_intra", "random_weights"})
         if not isinstance(model, BerryLM) or loading:
             got = f"{loading[0]}, which the model has settled" if loading else type(model).__name__
             raise ValueError(f"LLM.from_model: model, options: expected a BerryLM and options of the engine, got {got}")

@@ -448,6 +448,18 @@ def test_what_can_never_fit_is_refused_at_once_with_the_numbers():
     assert llm.engine.idle, "nothing of the call was queued"
 
 
+@pytest.mark.parametrize("seed", [-1, True, 1.5, "3"])
+def test_a_seed_of_random_weights_is_a_number(seed):
+    with pytest.raises(ValueError, match=f"LLM: random_weights: expected an integer, 0 or more, got {seed!r}"):
+        LLM(checkpoint(), random_weights=seed)
+
+
+def test_a_model_in_memory_is_not_drawn_anew(twin):
+    """It was not, and nobody was told: the seed was dropped."""
+    with pytest.raises(ValueError, match="LLM.from_model: model, options: .*got random_weights, which the model has settled"):
+        LLM.from_model(twin.model, random_weights=3)
+
+
 def test_the_end_of_the_context():
     """API-1: context - 1 tokens yield one token and "length"; context and more are refused."""
     llm = small_llm(dtype="float32", max_total_tokens=20_000)
