@@ -3,9 +3,9 @@
 A sequence with one query goes through the split decode kernel, a longer one through torch's fused attention on its gathered
 pages: there the work is in the matrix products, and the library's are hard to beat. On an H200 a whole prompt of 8192 tokens
 runs at 640 TFLOP/s (cuDNN), a chunk that continues one at 300 (torch has no lower-right mask for cuDNN). cuDNN compiles a
-kernel for every new length, which takes longer than many prompts: other lengths than ``RECURRING`` go to FlashAttention-2.
-Short ones cost the host more than the GPU: neighbours share one gather, one FlashAttention-2 call and one gate. Which way a
-sequence goes depends on its own lengths alone, and so do its bits.
+kernel for every new length, which takes longer than many prompts: lengths that are no multiple of ``RECURRING`` go to
+FlashAttention-2. Short ones cost the host more than the GPU: neighbours share one gather, one such call and one gate. Which way
+a sequence goes depends on its own lengths alone, and so do its bits.
 """
 
 from contextlib import nullcontext
@@ -28,7 +28,7 @@ from .qk_rope import qk_norm_rope
 __all__ = ["attend", "paged_attention", "qk_norm_rope"]
 
 MAX_HEAD_DIM = 256
-TILE = 2048  # elements a program of the gate kernel holds
+TILE = 2048  # elements a program of the gather or the gate holds
 RECURRING = 4096  # whole prompts of a multiple of it, as the engine's full chunks, are worth a kernel of their length
 SHORT = 8192  # keys below which a sequence shares its calls with its neighbours
 TOGETHER = 65536  # keys that one such call gathers at most, or as many as its one sequence has

@@ -1,4 +1,4 @@
-"""What a KDA launch needs to know: the arguments checked, flattened and counted. No kernel runs here.
+"""What a KDA launch needs to know: the arguments checked and counted. No kernel runs here.
 
 Symbols: B batch, T tokens, N sequences, P packed tokens, H key heads, HV value heads, K and V head sizes, M boundaries.
 """
@@ -73,7 +73,7 @@ def check_call(
     intra: str = "dyadic",
     state_boundaries: list[tuple[int, int]] | Tensor | None = None,
 ) -> KDACall:
-    """Validate and flatten. Every error is a ValueError that names op, argument, expected, got."""
+    """Validate. Every error is a ValueError that names op, argument, expected, got."""
     if intra not in INTRA:
         raise ValueError(f"{op}: intra: expected one of {INTRA}, got {intra!r}")
     (B, T), heads, strides = _check_tensors(op, q.is_cuda, _seen(q), _seen(k), _seen(v), _seen(g), _seen(beta))
