@@ -53,6 +53,8 @@ def model(
     with clear_errors():
         if not random_weights and (config in ("berrylm-os", "tiny") or layers):
             raise ValueError("bench model: random_weights: expected --random-weights, or --config with a checkpoint's folder")
+        if http_workloads is not None and not http:
+            raise ValueError(f"bench model: http_workloads: expected --http with it, got {http_workloads!r} alone")
         as_dtype(dtype), as_device(device)
         Shard(config_named(config, layers), 0, tp)  # refused before weights are drawn
         specs = tuple(TARGETS) if workloads is None else parse_workloads(workloads)

@@ -270,6 +270,7 @@ def test_a_time_limit_leaves_what_there_was(tmp_path):
         (["--config", "tiny", "--random-weights", "--device", "nope"], "device: expected one that is here"),
         ([*SMALL, "--workloads", "1k"], "expected INPUT/OUTPUT@CONCURRENCY"),
         ([*SMALL, "--tp", "3"], "num_attention_heads: expected a multiple of tp = 3, got 4"),
+        ([*SMALL, "--http-workloads", "1k/8@1"], "http_workloads: expected --http with it"),
         ([*SMALL, "--profile-batches", "1,0"], "profile_batches: expected sizes as 1,16,64"),
     ],
 )
