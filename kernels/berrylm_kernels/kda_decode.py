@@ -31,7 +31,7 @@ from .overlap import await_earlier, options, overlaps
 __all__ = ["kda_decode_step"]
 
 FLOATS = (torch.float32, torch.float16, *(() if INTERPRETED else (torch.bfloat16,)))  # the interpreter cuts bf16 casts
-GROUP = 8  # heads a program of the first launch takes: batch 64 took 75.0, 74.1, 75.1 and 73.5 us with 1, 2, 4 and 8
+GROUP = 8  # heads a program of the first launch takes: a step of 64 takes 73.6 us so (kda_step.json), and took 75.0 with one
 TILE = 128 * 64  # elements of a state that 4 warps hold in registers; a whole state or 8 warps were slower
 
 
