@@ -95,8 +95,8 @@ def model() -> str:
     p = d["prefill"]
     count = d["weights"]["parameters"] / 1e9
     return f"""**The whole model**, {count:.1f} B random weights in bf16 on one card, through the engine, by `berrylm bench model
---random-weights`: prompt/output tokens @ requests at once. Published: SGLang on the same card. The limit is the roofline of
-`berrylm_ref/bench/roofline.py` at the bandwidth measured in the same run.
+--random-weights --profile --http --check --long`: prompt/output tokens @ requests at once. Published: SGLang on the same card. The
+limit is the roofline of `berrylm_ref/bench/roofline.py` at the bandwidth measured in the same run.
 
 {against_published(d["workloads"])}
 
@@ -109,13 +109,13 @@ A decode step takes {steps} ms. A prompt of {p["tokens"]} tokens is read in {p["
 
 
 def checks() -> str:
-    d = load("model_checks")
+    d = load("model")
     layers, long, twice = d["layer_profile"], d["long_context"], d["sent_twice"]
     worst = max(a / b for prompt in layers["rel_l2"] for a, b in zip(prompt["ours"], prompt["torch"], strict=True))
     reused = (twice, d["cached_answers"])
     if not all(part["identical"] and part["cached_tokens"] == part["expected_cached_tokens"] for part in reused):
-        raise ValueError("model_checks.json: a cached pass gave other ids or hit other depths: this section would be wrong")
-    return f"""The same over HTTP, the client a process of its own, and what was checked there (`--http --check --long`):
+        raise ValueError("model.json: a cached pass gave other ids or hit other depths: this section would be wrong")
+    return f"""The same over HTTP, the client a process of its own:
 
 {against_published(d["http"])}
 
@@ -126,16 +126,11 @@ step then takes {long["decode_ms"]:.2f} ms, {long["short_decode_ms"]:.2f} after 
 
 
 def two() -> str:
-    d, before = load("model_tp2"), load("model_tp2_chunk8192")
-    cut = [name for name, w in d["workloads"].items() if "cut_by_time_limit" in w["summary"]]
-    missing = "".join(
-        f"\nIn this run a time limit cut {name} off. Measured before, with chunks of {before['memory']['prefill_chunk']} tokens, "
-        f"it was {a['ours']:.0f}, behind the {a['published']} published."
-        for name in cut
-        if (a := before["workloads"][name]["against_published"])
-    )
-    return f"""**Two cards**, by `berrylm bench model --random-weights --tp 2`; the sums between them:
-{d["memory"]["all_reduce"]}.{missing}
+    d = load("model_tp2")
+    if not all(part["identical"] for part in (d["sent_twice"], d["cached_answers"])):
+        raise ValueError("model_tp2.json: a cached pass gave other ids: this section would be wrong")
+    return f"""**Two cards**, by `berrylm bench model --random-weights --tp 2 --check`; the sums between them:
+{d["memory"]["all_reduce"]}. Greedy answers after a prefix from the cache have the same ids.
 
 {against_published(d["workloads"])}"""
 
