@@ -146,7 +146,7 @@ class GatedAttention(Merged):
         _, k_pages, v_pages, _ = append or (v, k.unsqueeze(1), v.unsqueeze(1), None)  # without caches: pages of one token
         o = ops.paged_attention(
             q, k_pages, v_pages, batch.page_table, batch.cu_seqlens, batch.context_lens, D**-0.5, gate,
-            max_query_len=batch.max_query_len, lengths=batch.lengths,
+            max_query_len=batch.max_query_len, lengths=batch.lengths, key_offsets=batch.key_offsets,
         )  # fmt: skip
         out = self._modules["o_proj"]._parameters
         return linear(o.reshape(P, heads * D), out["weight"], out["bias"])

@@ -12,6 +12,7 @@ from math import prod
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..config import BerryLMConfig
 
@@ -94,6 +95,40 @@ class Sequence:
     boundaries: list[tuple[int, int]] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Room:
+    """The sizes of a batch that stands for every smaller one: what is missing is padding, and nothing depends on lengths.
+
+        sequences   [0 .. n) those that run   [n .. sequences - 1) empty ones   the last: all tokens that are left, of nobody
+
+    Padding runs over slot 0 and page 0; its state begins with zeros. States kept for nobody go to snapshot 0: the last one that
+    is wanted, once more, or one of the last sequence, which then has ``grid`` tokens or more.
+    """
+
+    tokens: int
+    sequences: int
+    pages: int  # of a sequence, and of all together in tokens
+    boundaries: int
+    grid: int = 64
+
+    def takes(self, sequences: list[Sequence], page_size: int) -> bool:
+        """Whether ``sequences`` fit, with every token known and one row of logits each."""
+        tokens, kept = sum(len(s.tokens) for s in sequences), sum(len(s.boundaries) for s in sequences)
+        left = self.tokens - tokens
+        return (
+            len(sequences) < self.sequences
+            and left >= (0 if kept else self.grid)
+            and kept <= self.boundaries
+            and sum(s.context for s in sequences) + self.tokens <= self.pages * page_size
+            and not any(s.all_logits or not s.tokens or s.tokens[-1] < 0 for s in sequences)
+        )
+
+    def padded(self, sequences: list[Sequence]) -> list[Sequence]:
+        """``sequences`` and the padding."""
+        left = self.tokens - sum(len(s.tokens) for s in sequences)
+        return [*sequences, *[Sequence([])] * (self.sequences - len(sequences) - 1), Sequence([0] * left)]
+
+
 @dataclass
 class Batch:
     """The tensors of one forward; P packed new tokens of N sequences.
@@ -117,6 +152,8 @@ class Batch:
     boundaries: Tensor | None = None  # [kept, 2] int32, ascending: (sequence, new tokens) whose states are kept
     snapshots: Tensor | None = None  # where each of them goes
     window_rows: Tensor | None = None  # [len(boundaries), W - 1] rows of P: the inputs in the window at that moment
+    key_offsets: tuple[Tensor, int] | None = None  # where each one's keys begin side by side, [N + 1] int32; room for so many
+    padded: bool = False  # the last sequence is padding and begins with zeros
 
     @classmethod
     def stateless(cls, input_ids: Tensor) -> "Batch":
@@ -144,30 +181,41 @@ class Batch:
         return cls.unpack(cls.pack(sequences, caches), caches, last)
 
     @classmethod
-    def pack(cls, sequences: list[Sequence], caches: Caches) -> Tensor:
-        """The host's half of ``build``: int64 numbers that ``unpack`` takes, here or in a process with caches of that size."""
+    def pack(cls, sequences: list[Sequence], caches: Caches, room: Room | None = None) -> Tensor:
+        """The host's half of ``build``: int64 numbers that ``unpack`` takes, here or in a process with caches of that size.
+
+        With a ``room``, which must take them, they are as many as any other batch's in it, and for ``in_room``.
+        """
         _check(sequences, caches)
         size, taps = caches.page_size, caches.conv.shape[-1]
         kept = sorted((n, t, snapshot) for n, s in enumerate(sequences) for t, snapshot in s.boundaries)
+        real = len(sequences)
+        if room:
+            sequences = room.padded(sequences)
+            spare = (*kept[-1][:2], 0) if kept else (room.sequences - 1, room.grid, 0)
+            kept += [spare] * (room.boundaries - len(kept))
         pairs = torch.tensor([(n, t) for n, t, _ in kept], dtype=torch.int32).view(-1, 2)
         lengths, contexts = [len(s.tokens) for s in sequences], [s.context for s in sequences]
-        offsets, widest = list(accumulate(lengths, initial=0)), max((len(s.pages) for s in sequences), default=0)
+        offsets = list(accumulate(lengths, initial=0))
+        widest = room.pages if room else max((len(s.pages) for s in sequences), default=0)
         counts = [length if s.all_logits else min(length, 1) for length, s in zip(lengths, sequences, strict=True)]
 
         slots = ints(s.slot for s in sequences)
-        table = joined([*s.pages, *[0] * (widest - len(s.pages))] for s in sequences).view(len(sequences), widest)
+        table = joined([*s.pages[:widest], *[0] * (widest - len(s.pages))] for s in sequences).view(len(sequences), widest)
         ids = joined(s.tokens for s in sequences)
         owner = torch.arange(len(lengths)).repeat_interleave(ints(lengths))  # [P], the sequence of each token
         positions = torch.arange(len(ids)) + (ints(contexts) - ints(offsets[:-1]))[owner]
         kv_rows = table[owner, positions // size] * size + positions % size
         skipped = ints(accumulate(length - count for length, count in zip(lengths, counts, strict=True)))
         logit_rows = torch.arange(sum(counts)) + skipped.repeat_interleave(ints(counts))
+        if room:  # a row for every sequence, some of them nobody's
+            logit_rows = torch.cat([logit_rows[:real], logit_rows.new_zeros(len(sequences) - real)])
         windows = joined(list(range(offsets[n] + t - taps, offsets[n] + t)) for n, t, _ in kept)
         unknown = (ids < 0).nonzero().squeeze(-1)
 
         sizes = len(sequences), widest, len(ids), len(logit_rows), len(kept), len(unknown)
         shapes = _shapes(*sizes, taps)
-        packed = torch.empty(_starts(shapes)[-1], dtype=torch.long, pin_memory=caches.state.device.type == "cuda")
+        packed = torch.empty(starts(shapes)[-1], dtype=torch.long, pin_memory=caches.state.device.type == "cuda")
         packed[: len(sizes)] = ints(sizes)
         parts = [
             ids, positions, ints(offsets), ints(contexts), table, logit_rows, slots, kv_rows, ints(s for _, _, s in kept),
@@ -208,6 +256,31 @@ class Batch:
             window_rows=windows,
         )
 
+    @classmethod
+    def in_room(cls, numbers: Tensor, room: Room, caches: Caches) -> "Batch":
+        """What ``pack`` gave for ``room``, in a buffer on the device that is filled anew for the next batch. No host reads it."""
+        (
+            ids, positions, cu_seqlens, context_lens, table, logit_rows, slots, kv_rows, snapshots, windows, _, _, pairs,
+        ) = _views(numbers, room_shapes(room, caches))  # fmt: skip
+        key_offsets = pad((context_lens + cu_seqlens.diff()).cumsum(0), (1, 0)).int()
+        return cls(
+            input_ids=ids,
+            positions=positions,
+            cu_seqlens=cu_seqlens,
+            context_lens=context_lens,
+            page_table=table,
+            logit_rows=logit_rows,
+            max_query_len=room.tokens,
+            slots=slots,
+            kv_rows=kv_rows,
+            caches=caches,
+            boundaries=pairs.view(torch.int32).view(-1, 2),
+            snapshots=snapshots,
+            window_rows=windows,
+            key_offsets=(key_offsets, room.pages * caches.page_size),
+            padded=True,
+        )
+
     @property
     def decode_only(self) -> bool:
         """Every sequence brings exactly one token."""
@@ -218,7 +291,11 @@ class Batch:
         if self.caches is None:
             return x.new_zeros(len(self.context_lens), channels, taps), None
         # indexing with a tensor asks the host twice as much as these, which take whole rows
-        return self.caches.conv[layer].index_select(0, self.slots), self.caches.state[layer].index_select(0, self.slots)
+        windows, states = (pool[layer].index_select(0, self.slots) for pool in (self.caches.conv, self.caches.state))
+        if self.padded:
+            windows[-1].zero_()
+            states[-1].zero_()
+        return windows, states
 
     def store_linear(self, layer: int, windows: Tensor, state: Tensor) -> None:
         """Every sequence's new windows and state, into its own slot."""
@@ -255,13 +332,19 @@ def _shapes(N: int, widest: int, P: int, M: int, K: int, U: int, taps: int) -> l
     return [(P,), (P,), (N + 1,), (N,), (N, widest), (M,), (N,), (P,), (K,), (K, taps), (U,), (U,), (K,)]
 
 
-def _starts(shapes: list[tuple[int, ...]]) -> list[int]:
+def room_shapes(room: Room, caches: Caches) -> list[tuple[int, ...]]:
+    """Of the parts of every batch packed for ``room``."""
+    N, taps = room.sequences, caches.conv.shape[-1]
+    return _shapes(N, room.pages, room.tokens, N, room.boundaries, 0, taps)
+
+
+def starts(shapes: list[tuple[int, ...]]) -> list[int]:
     """Where each part begins behind the sizes, and the end: at 16 bytes, or Triton compiles a kernel once more."""
     return list(accumulate((-(-prod(shape) // 2) * 2 for shape in shapes), initial=SIZES))
 
 
 def _views(packed: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:
-    return [packed[i : i + prod(shape)].view(shape) for i, shape in zip(_starts(shapes), shapes, strict=False)]
+    return [packed[i : i + prod(shape)].view(shape) for i, shape in zip(starts(shapes), shapes, strict=False)]
 
 
 def joined(rows: Iterable[Iterable[int]]) -> Tensor:

@@ -18,7 +18,7 @@ from .memory import plan_sizes
 from .params import SamplingParams
 from .ranks import Ranks
 from .request import Output, Request, make_requests
-from .runner import Runner, ladder
+from .runner import PREFILL_BUCKETS, Runner, ladder
 from .sequential import run_alone
 
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # that generation_config.json may set
@@ -36,6 +36,7 @@ class LLM:
     a GPU 16384. overlap: schedule a step while the one before runs; None is yes on a GPU. cuda_graphs: decode in CUDA graphs;
     None is yes with the triton backend on a GPU, without them the same steps run one launch at a time. decode_buckets: the batch
     sizes of decode steps, rounded up to with padding (None: a ladder on a GPU, every size elsewhere; []: each batch built anew).
+    prefill_buckets: tokens of a few short prompts together, likewise (None: up to 4096 on a GPU in bf16, none elsewhere).
     sequential: run requests one after the other through the plain loop instead, the engine's twin.
     tp: processes on this machine that share every layer, one GPU each, this one the first (see ``engine.ranks``); ``close`` ends
     the others, and so does this one's end. What they raise, or RankDied, ends them all. random_weights: a seed; the weights
@@ -60,6 +61,7 @@ class LLM:
         overlap: bool | None = None,
         cuda_graphs: bool | None = None,
         decode_buckets: list[int] | None = None,
+        prefill_buckets: list[int] | None = None,
         tp: int = 1,
         random_weights: int | None = None,
     ):
@@ -69,8 +71,9 @@ class LLM:
             positive(name, value, optional=True)
         for name, value in (("snapshot_bytes", snapshot_bytes), ("random_weights", random_weights)):
             positive(name, value, optional=True, least=0)
-        for bucket in decode_buckets or []:
-            positive("decode_buckets", bucket)
+        for name, buckets in (("decode_buckets", decode_buckets), ("prefill_buckets", prefill_buckets)):
+            for bucket in buckets or []:
+                positive(name, bucket)
         ready = isinstance(folder, BerryLM)  # see from_model
         if tp > 1 and (ready or sequential):
             raise ValueError(f"LLM: tp: expected 1 with {'a model in memory' if ready else 'sequential=True'}, got {tp}")
@@ -94,7 +97,7 @@ class LLM:
                 prefix_cache=prefix_cache, page_size=page_size, max_running_requests=max_running_requests,
                 max_total_tokens=max_total_tokens, chunked_prefill_size=chunked_prefill_size, snapshot_bytes=snapshot_bytes,
                 snapshot_dtype=None if snapshot_dtype is None else as_dtype(snapshot_dtype), overlap=overlap,
-                cuda_graphs=cuda_graphs, decode_buckets=decode_buckets,
+                cuda_graphs=cuda_graphs, decode_buckets=decode_buckets, prefill_buckets=prefill_buckets,
             )  # fmt: skip
         except BaseException:
             self.close()
@@ -102,7 +105,7 @@ class LLM:
 
     def _make_engine(
         self, *, prefix_cache, page_size, max_running_requests, max_total_tokens, chunked_prefill_size, snapshot_bytes,
-        snapshot_dtype, overlap, cuda_graphs, decode_buckets,
+        snapshot_dtype, overlap, cuda_graphs, decode_buckets, prefill_buckets,
     ) -> Engine:  # fmt: skip
         """Fill what is left open in the options of the engine, and build it."""
         model, ops, ranks = self.model, self.model.backend, self.ranks
@@ -127,14 +130,20 @@ class LLM:
         pool = (ranks.pool if ranks else Pool)(model.local, sizes, dtype=model.dtype, device=model.device)
         if decode_buckets is None:
             decode_buckets = ladder(max_running_requests) if on_gpu else list(range(1, max_running_requests + 1))
+        budget = chunked_prefill_size or (16384 if on_gpu else 2048)
+        can_pack = can_capture and model.dtype == torch.bfloat16 and model.config.head_dim % 8 == 0  # see ``paged_attention``
+        if prefill_buckets is None:
+            prefill_buckets = [tokens for tokens in PREFILL_BUCKETS if tokens <= budget] if can_pack else []
+        elif graphs and prefill_buckets and not can_pack:
+            raise ValueError(f"LLM: prefill_buckets: expected none in CUDA graphs unless dtype is bfloat16, got {model.dtype}")
         return Engine(
             model,
             PrefixCache(pool, strategy, ops.state_grid),
             max_running=max_running_requests,
-            token_budget=chunked_prefill_size or (16384 if on_gpu else 2048),
+            token_budget=budget,
             known=self._known,
             overlap=on_gpu if overlap is None else overlap,
-            runner=(ranks.runner if ranks else Runner)(model, pool.caches, decode_buckets, graphs),
+            runner=(ranks.runner if ranks else Runner)(model, pool.caches, decode_buckets, graphs, prefill_buckets),
         )
 
     def close(self) -> None:

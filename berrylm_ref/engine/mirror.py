@@ -1,7 +1,7 @@
 """Tensor parallel: rank 0 decides, and every rank does the same to its own caches.
 
     rank 0        scheduler -> pool: clear, save, restore ┐
-                            -> runner: extend, decode     ├─ one message a step ─> the same calls, in the same order
+                            -> runner: prefill, decode .. ├─ one message a call ─> the same calls, in the same order
     other ranks   pool and runner of their own            ┘
 
 A message is JSON: a list of [name, arguments...]. The copies between slots and snapshots wait for the forward that comes after
@@ -102,36 +102,41 @@ class LeadingRunner(Runner):
             line.say("extend", numbers=packed)
             return self.extend_packed(packed)
 
+    def prefill(self, tokens: int, count: int, packed: Tensor) -> Tensor:
+        with self.ranks.in_step() as line:
+            line.say("prefill", tokens, count, numbers=packed)
+            return super().prefill(tokens, count, packed)
+
     def decode(self, size: int, rows: list, stale: list) -> Tensor:
         with self.ranks.in_step() as line:
             line.say("decode", size, rows, stale)
             return super().decode(size, rows, stale)
 
-    def remember(self, at: Tensor | None, tokens: Tensor) -> None:
+    def note(self, slots: Tensor, tokens: Tensor) -> None:
         with self.ranks.in_step() as line:
-            places = torch.arange(len(tokens), device=tokens.device) if at is None else at
-            drawn = torch.stack([places, tokens])
-            line.say("remember", len(tokens))
+            drawn = torch.stack([slots, tokens])
+            line.say("note", len(tokens))
             dist.broadcast(drawn, 0)
-            super().remember(at, tokens)
+            super().note(slots, tokens)
 
 
 @torch.inference_mode()
 def follow(line: Line, pool: Pool, runner: Runner) -> None:
     """What every other rank does, until it is told to stop."""
 
-    def remember(count: int) -> None:
+    def note(count: int) -> None:
         drawn = torch.empty(2, count, dtype=torch.long, device=runner.device)
         dist.broadcast(drawn, 0)
-        runner.remember(*drawn)
+        runner.note(*drawn)
 
     calls = {
         "clear": pool.caches.clear_slot,
         "save": pool.save,
         "restore": pool.restore,
         "extend": runner.extend_packed,
+        "prefill": runner.prefill,
         "decode": runner.decode,
-        "remember": remember,
+        "note": note,
     }
     while True:
         for name, *arguments in line.hear():

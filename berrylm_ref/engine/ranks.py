@@ -137,9 +137,9 @@ class Ranks:
         self.line.say("pool", fields)
         return LeadingPool(self.line, config, sizes, **options)
 
-    def runner(self, model: BerryLM, caches, buckets: list[int], graphs: bool) -> Runner:
-        self.line.say("runner", buckets, graphs)  # they capture their graphs while this one does
-        self._runner = LeadingRunner(self, model, caches, buckets, graphs)
+    def runner(self, model: BerryLM, caches, *options) -> Runner:
+        self.line.say("runner", *options)  # they capture their graphs while this one does
+        self._runner = LeadingRunner(self, model, caches, *options)
         if self.job.device == "cuda":
             keep_objects()
         return self._runner

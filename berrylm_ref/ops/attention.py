@@ -67,6 +67,7 @@ def paged_attention(
     gate: Tensor | None = None,
     max_query_len: int | None = None,
     lengths: tuple[list[int], list[int]] | None = None,
+    key_offsets: tuple[Tensor, int] | None = None,
 ) -> Tensor:
     """``attend`` for N packed sequences whose keys and values, those of this call included, lie in pages.
 
@@ -75,7 +76,9 @@ def paged_attention(
     multiplied by sigmoid(gate), gate [P, heads, D], in q's dtype. Returns [P, heads, D].
 
     ``max_query_len`` promises that no sequence has more queries (with 1 the kernel twin reads no length on the host): checked.
-    ``lengths``: cu_seqlens and context_lens as the host knows them; without it they are read from the device.
+    ``lengths``: cu_seqlens and context_lens as the host knows them; without it they are read from the device. ``key_offsets``:
+    what the kernel twin needs to read none of them, ([N + 1] int32, where each sequence's keys begin side by side; room for how
+    many keys).
     """
     offsets, contexts = lengths or (cu_seqlens.tolist(), context_lens.tolist())
     page_size = k_pages.shape[1]

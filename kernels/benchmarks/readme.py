@@ -95,8 +95,8 @@ def model() -> str:
     p = d["prefill"]
     count = d["weights"]["parameters"] / 1e9
     return f"""**The whole model**, {count:.1f} B random weights in bf16 on one card, through the engine, by `berrylm bench model
---random-weights --profile --http --check --long`: prompt/output tokens @ requests at once. Published: SGLang on the same card. The
-limit is the roofline of `berrylm_ref/bench/roofline.py` at the bandwidth measured in the same run.
+--random-weights --profile --http --check --long`: prompt/output tokens @ requests at once. Published: SGLang on the same card.
+The limit is the roofline of `berrylm_ref/bench/roofline.py` at the bandwidth measured in the same run.
 
 {against_published(d["workloads"])}
 

@@ -71,15 +71,18 @@ def _gather_kernel(
     tl.store(v + o_out, b_v, mask=m)
 
 
-def _gather(k_pages: Tensor, v_pages: Tensor, page_table: Tensor, first: int, totals: list[int], begins: Tensor) -> list[Tensor]:
-    """The keys and values of sequences first, first + 1, .. in one piece each, [sum of totals, kv_heads, D]."""
+def _gather(
+    k_pages: Tensor, v_pages: Tensor, page_table: Tensor, first: int, count: int, longest: int, total: int, begins: Tensor
+) -> list[Tensor]:  # fmt: skip
+    """The keys and values of ``count`` sequences from ``first`` on in one piece each, [total, kv_heads, D]; ``longest``: keys
+    that one of them has at most."""
     size, kv_heads, D = k_pages.shape[1:]
     k_pages, v_pages = (x if x.stride(2) == D else x.contiguous() for x in (k_pages, v_pages))
-    k, v = (k_pages.new_empty((sum(totals), kv_heads, D)) for _ in range(2))
+    k, v = (k_pages.new_empty((total, kv_heads, D)) for _ in range(2))
     W, BW = kv_heads * D, next_power_of_2(kv_heads * D)
     BT = max(1, TILE // BW)
     launch(
-        _gather_kernel, (cdiv(max(totals), BT), len(totals)), (k_pages, v_pages, page_table, begins, k, v),
+        _gather_kernel, (cdiv(longest, BT), count), (k_pages, v_pages, page_table, begins, k, v),
         (*k_pages.stride()[:2], *v_pages.stride()[:2], page_table.stride(0), first),
         dict(SIZE=size, W=W, BT=BT, BW=BW), num_warps=warps_for(BT * BW),
     )  # fmt: skip
@@ -150,13 +153,18 @@ def _attend_run(
     """``attend`` for sequences first, first + 1, .. of so many queries and keys. q [sum of lengths, heads, D]."""
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
     begins = _offsets(tuple(totals), q.device, stream)
-    k, v = _gather(k_pages, v_pages, page_table, first, totals, begins)
+    k, v = _gather(k_pages, v_pages, page_table, first, len(totals), max(totals), sum(totals), begins)
     if len(lengths) == 1 and _goes_alone(lengths[0], totals[0]):
         return attend(q, k, v, scale)
-    if not q.is_cuda or q.dtype == torch.float32 or q.shape[2] % 8:
+    if not _takes_packed(q):
         parts = zip(q.split(lengths), k.split(totals), v.split(totals), strict=True)
         return torch.cat([attend(*part, scale) for part in parts])
     return _flash(q, k, v, _offsets(tuple(lengths), q.device, stream), begins, max(lengths), max(totals), scale)
+
+
+def _takes_packed(q: Tensor) -> bool:
+    """Whether the library's kernel for packed sequences does."""
+    return q.is_cuda and q.dtype != torch.float32 and q.shape[2] % 8 == 0
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float) -> Tensor:
@@ -184,6 +192,7 @@ def paged_attention(
     gate: Tensor | None = None,
     max_query_len: int | None = None,
     lengths: tuple[list[int], list[int]] | None = None,
+    key_offsets: tuple[Tensor, int] | None = None,
 ) -> Tensor:
     """Attention for N packed sequences whose keys and values, those of this call included, lie in pages.
 
@@ -194,6 +203,10 @@ def paged_attention(
     ``max_query_len=1`` promises that no sequence has more than one query. The call then reads no length on the host and can
     be captured in a CUDA graph; rows of a sequence that breaks the promise are left unwritten. Otherwise the host needs the
     lengths: ``lengths`` are cu_seqlens and context_lens as it knows them, without it they are read, which waits for the device.
+
+    ``key_offsets``, ([N + 1] int32, where each sequence's keys begin side by side; room for how many keys), make any batch one
+    that can be captured: on a GPU in bf16, with a head size that is a multiple of 8, all sequences then share one call over that
+    room. It promises that their keys fit it, and ``max_query_len`` that no sequence has more queries.
     """
     _check(q, k_pages, v_pages, page_table, cu_seqlens, context_lens, gate)
     q, k_pages, v_pages, page_table, gate = (
@@ -202,6 +215,12 @@ def paged_attention(
     cu_seqlens, context_lens = cu_seqlens.contiguous(), context_lens.contiguous()
     N, out = context_lens.numel(), torch.empty_like(q, memory_format=torch.contiguous_format)
     if not N:
+        return out
+    if key_offsets is not None and max_query_len is not None and _takes_packed(q):
+        begins, room = key_offsets
+        k, v = _gather(k_pages, v_pages, page_table, 0, N, min(room, page_table.shape[1] * k_pages.shape[1]), room, begins)
+        o = _flash(q, k, v, cu_seqlens.int(), begins, max_query_len, room, scale)
+        _store_gated(o, gate, out)
         return out
     offsets = contexts = None
     if max_query_len != 1:

@@ -42,13 +42,14 @@ def distance(a, b):
 
 class CacheMachine(RuleBasedStateMachine):
     strategy, page_size = "extra_buffer", 16
-    overlap, buckets = False, []
+    overlap, buckets, prefill_buckets = False, [], []
 
     @initialize(pages=st.integers(18, 60), snapshots=st.integers(2, 12), budget=st.sampled_from([64, 100, 200]))
     def start(self, pages, snapshots, budget):
         reference()  # loaded here, not in a step's inference mode
         self.llm = shared_llm(self.strategy, self.page_size)
-        self.engine = fresh_engine(self.llm, pages * 16 // self.page_size, snapshots, budget, self.overlap, self.buckets)
+        how = budget, self.overlap, self.buckets, self.prefill_buckets
+        self.engine = fresh_engine(self.llm, pages * 16 // self.page_size, snapshots, *how)
         self.rows: dict[object, list[tuple[int, torch.Tensor]]] = {}
         self.live, self.verified = [], {}
         forward = self.engine._forward
@@ -158,7 +159,7 @@ def shared_llm(strategy, page_size):
     return small_llm(prefix_cache=strategy, page_size=page_size)
 
 
-def fresh_engine(llm, pages, snapshots, budget, overlap, buckets):
+def fresh_engine(llm, pages, snapshots, budget, overlap, buckets, prefill_buckets):
     """The LLM's model behind an empty cache of the given size; three requests run at a time."""
     from berrylm_ref.cache.pool import Pool, PoolSizes
     from berrylm_ref.cache.prefix import PrefixCache
@@ -168,7 +169,7 @@ def fresh_engine(llm, pages, snapshots, budget, overlap, buckets):
     cache = llm.engine.cache
     sizes = PoolSizes(pages, cache.pool.sizes.page_size, 3, snapshots)
     pool = Pool(llm.config, sizes, dtype=torch.float64, device="cpu")
-    runner = Runner(llm.model, pool.caches, buckets)
+    runner = Runner(llm.model, pool.caches, buckets, False, prefill_buckets)
     return Engine(
         llm.model, PrefixCache(pool, cache.strategy), max_running=3, token_budget=budget, overlap=overlap, runner=runner
     )

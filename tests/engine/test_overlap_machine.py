@@ -14,15 +14,15 @@ from berrylm_ref import SamplingParams
 
 
 class OverlapMachine(CacheMachine):
-    overlap, buckets = True, [2, 4]
+    overlap, buckets, prefill_buckets = True, [2, 4], [100, 192]
 
     @initialize(pages=st.integers(18, 60), snapshots=st.integers(2, 12), budget=st.sampled_from([64, 100, 200]))
     def start(self, pages, snapshots, budget):
         super().start(pages, snapshots, budget)
         self.broken = False
         caches = self.engine.cache.pool.caches
-        for scratch in (caches.k_pages[:, 0], caches.v_pages[:, 0], caches.conv[:, 0], caches.state[:, 0]):
-            scratch.fill_(torch.nan)  # CACHE-2: padded rows must not lead it anywhere
+        for pool in (caches.k_pages, caches.v_pages, caches.conv, caches.state, caches.snapshot_conv, caches.snapshot_state):
+            pool[:, 0] = torch.nan  # CACHE-2: padded rows must not lead it anywhere
         forward = self.engine._forward
 
         def breaks(parts):

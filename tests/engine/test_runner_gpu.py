@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from helpers import randomise, tiny_config
+from helpers import randomise, rel_l2, tiny_config
 
 from berrylm_ref import LLM, BerryLM, SamplingParams
 
@@ -111,6 +111,37 @@ def test_bfloat16_hits_go_on_like_misses():
         if at is not None:
             (_, first), (second, other) = want.logprobs[at].top
             assert out.token_ids[at] == second and first - other < 0.2, f"token {at} differs without a near-tie"
+
+
+def test_prompts_in_a_room_are_as_near_as_others():
+    """bf16, graphs of rooms over scratch full of NaN: as far from fp32 as prompts packed as they are; and on the same grid."""
+    asked = [[prompt(30 + 10 * n + i, 40 + 61 * i) for i in range(n)] for n in (1, 2, 3, 4)]
+    asked += [[prompt(5, 1000)], [prompt(6, 3000)]]
+    one = SamplingParams(temperature=0, max_tokens=1)
+    logits = {}
+    for name, dtype, buckets in (("rooms", "bfloat16", None), ("packed", "bfloat16", []), ("fp32", "float32", None)):
+        engine, found = llm(dtype, max_total_tokens=2**15, prefill_buckets=buckets), []
+        runner = engine.engine.runner
+        assert len(runner._rooms) == (11 if name == "rooms" else 0)
+        assert all(static.graph is not None for static in runner._rooms.values())
+        for pool in vars(runner.caches).values():
+            pool[:, 0] = torch.nan
+        forward = runner.forward
+        runner.forward = lambda parts, forward=forward, found=found: found.append(forward(parts).clone()) or found[-1]
+        for prompts_ in asked:
+            engine.generate(prompts_, one)
+            again = engine.generate(prompts_, one)
+            assert all(o.cached_tokens == (len(p) - 1) // 64 * 64 for o, p in zip(again, prompts_, strict=True))
+        engine.engine.check()
+        logits[name] = torch.cat(found).float()
+    found, floor = (rel_l2(logits[name], logits["fp32"]) for name in ("rooms", "packed"))
+    print(f"from fp32: rooms {found:.2e}, packed as they are {floor:.2e}")
+    assert found < 1.3 * floor
+
+
+def test_rooms_in_graphs_are_refused_where_they_cannot_be():
+    with pytest.raises(ValueError, match="LLM: prefill_buckets: expected none in CUDA graphs unless dtype is bfloat16, got "):
+        llm("float32", prefill_buckets=[256])
 
 
 @contextmanager

@@ -338,6 +338,31 @@ def test_decode_is_captured_in_a_graph_and_follows_its_inputs():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kv_heads", [2, 1])
+def test_prompts_are_captured_in_a_graph_and_follow_its_inputs(kv_heads):
+    """One call over a room of keys, sequences without a query among them: bit for bit what those lengths get without it."""
+    call = batch([500, 0, 64, 0, 0, 7000], [130, 40, 2, 0, 0, 70], 8 * kv_heads, kv_heads, 256, 16, torch.bfloat16)
+    begins, room = torch.zeros(7, dtype=torch.int32, device=DEVICE), 16384
+
+    def fill(contexts, lengths):
+        call[4].copy_(torch.tensor([0, *lengths]).cumsum(0))
+        call[5].copy_(torch.tensor(contexts))
+        begins.copy_(torch.tensor([0, *(c + n for c, n in zip(contexts, lengths, strict=True))]).cumsum(0))
+
+    fill([500, 0, 64, 0, 0, 7000], [130, 40, 2, 0, 0, 70])
+    options = {"max_query_len": 242, "key_offsets": (begins, room)}
+    check(call, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = paged_attention(*call, **options)
+    shorter = [3, 0, 0, 0, 0, 6900], [200, 17, 0, 0, 0, 25]
+    for contexts, lengths in (([500, 0, 64, 0, 0, 7000], [130, 40, 2, 0, 0, 70]), shorter):
+        fill(contexts, lengths)
+        graph.replay()
+        assert torch.equal(o, paged_attention(*call)) and rel_l2(o, in_fp64(call)) < 1e-2
+
+
+@pytest.mark.gpu
 def test_fifty_calls_give_one_result():
     """KRN-4: a race shows as another result on the same inputs."""
     call = batch([5000, 777, 1, 64], [1] * 4, 16, 2, 256, 16, torch.bfloat16)
