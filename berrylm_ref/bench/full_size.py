@@ -18,7 +18,7 @@ from ..model import BerryLM, as_dtype
 from ..random_weights import random_model
 from .correctness import layer_profile, same_answers
 from .experts import measured_experts
-from .load import measure, measure_over_http
+from .load import measure, measure_over_http, traffic
 from .long_context import DECODED, long_context
 from .machine import ceilings, folder_name, machine, synchronize
 from .profile import profile_decode, profile_prefill
@@ -31,6 +31,7 @@ from .workload import Workload
 
 RESULTS = Path(__file__).parents[2] / "kernels" / "benchmarks" / "results"
 PREFILL_RUNS = 5
+FIRST_TOKENS = (16, 64, 256, 1024, 2048, 4096)  # prompts whose time to the first token is measured, up to the longest wanted
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Settings:
     profile: bool = False
     check: bool = False
     long: bool = False
+    traffic: bool = False
     prefill_tokens: int = 8192
     profile_batches: tuple[int, ...] = (1, 16, 64)
     profile_context: int = 1024
@@ -120,6 +122,9 @@ def measure_speed(s: Settings, report: Report, llm: LLM, floors: Floors) -> None
     """Prefill, experts hit, workloads here and over HTTP, the profile."""
     if s.prefill_tokens:
         report.part("prefill", prefill_rate, llm, floors, s.prefill_tokens)
+        report.part("first_token_ms", first_tokens, llm, [n for n in FIRST_TOKENS if n <= s.prefill_tokens])
+    if s.traffic:
+        report.part("traffic", traffic, llm, report.deadline)
     batches = sorted({c for _, _, c in s.workloads} | set(s.profile_batches if s.profile else ()))
     count = batches and s.tp == 1  # counted in one model here; else all experts are taken to be as likely
     hit = (report.part("experts_a_layer", measured_experts, llm, batches) or {}) if count else {}
@@ -195,6 +200,7 @@ def start_engine(s: Settings, source: BerryLM | Path, held: list[LLM]) -> dict[s
         "overlap": held[0].engine.overlap,
         "all_reduce": held[0].model.shard.all_reduce.name,
         "decode_buckets": held[0].engine.runner.buckets,
+        "prefill_buckets": held[0].engine.runner.prefill_buckets,
         "cache_bytes": sum(x.nbytes for x in vars(pool.caches).values()),
         "peak_memory_bytes": peak_memory(torch.device(s.device)),
     }
@@ -217,6 +223,16 @@ def prefill_rate(llm: LLM, floors: Floors, tokens: int) -> dict[str, Any]:
         "tokens": tokens, "seconds": seconds, "median_seconds": median, "useful_flops": flops,
         "share_of_matmul_rate": share, **PREFILL_TARGET,
     }  # fmt: skip
+
+
+def first_tokens(llm: LLM, lengths: list[int]) -> dict[int, float]:
+    """{tokens of a prompt alone: milliseconds to its first token}, medians."""
+    found = {}
+    for tokens in lengths:
+        seconds = [first_token_seconds(llm, tokens, "first token", i) for i in range(2 + PREFILL_RUNS)]
+        found[tokens] = 1e3 * statistics.median(seconds[2:])  # the first compile and fill caches
+    print("first token, ms by tokens of the prompt: " + ", ".join(f"{n}: {ms:.1f}" for n, ms in found.items()))
+    return found
 
 
 def one_workload(s: Settings, report: Report, llm: LLM, floors: Floors, spec: tuple[int, int, int], hit: dict) -> dict[str, Any]:

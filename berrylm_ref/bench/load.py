@@ -1,6 +1,7 @@
 """The workloads of the published figures, through the engine in this process and over HTTP."""
 
 import json
+import random
 import statistics
 import subprocess
 import sys
@@ -9,12 +10,15 @@ from itertools import count
 from typing import Any
 
 from ..engine.llm import LLM
-from .drive import run_in_process
+from ..engine.params import SamplingParams
+from .drive import drive, run_in_process
 from .timing import Run
-from .workload import Workload
+from .workload import Workload, random_prompts
 
 WARMUP_TOKENS, WARMUP_PROMPTS = 8, 2**17  # new tokens of a request; prompt tokens up to which a whole wave is run
 HTTP_SEED = 10**6  # far from the seeds of the runs in this process
+TRAFFIC_REQUESTS, TRAFFIC_TOGETHER = 96, 32
+TRAFFIC_PROMPTS, TRAFFIC_ANSWERS = (100, 1000), (40, 200)  # tokens, drawn evenly
 
 
 def warm_up(llm: LLM, given: int, concurrency: int) -> None:
@@ -54,6 +58,23 @@ def measure(llm: LLM, spec: tuple[int, int, int], seconds: float, deadline: floa
         "tpot_ms": found["tpot_ms"] and found["tpot_ms"]["median"],
         "summary": found,
     }
+
+
+def traffic(llm: LLM, deadline: float) -> dict[str, Any]:
+    """Requests of all lengths that come and go: so many at a time, the next one sent when one has ended, prompts read between the
+    decode steps of the others. Twice, with other prompts; the second is measured."""
+    for seed in range(2):
+        rng = random.Random(seed)
+        prompts = random_prompts(llm.config.vocab_size, TRAFFIC_REQUESTS, TRAFFIC_PROMPTS[1], "traffic", seed)
+        requests = []
+        for prompt in prompts:
+            params = SamplingParams(temperature=0, max_tokens=rng.randint(*TRAFFIC_ANSWERS), ignore_eos=True)
+            requests += llm.requests(prompt[: rng.randint(*TRAFFIC_PROMPTS)], params)
+        run = drive(llm.engine, requests, TRAFFIC_TOGETHER, deadline=deadline)
+    found = {"together": TRAFFIC_TOGETHER, "prompts": TRAFFIC_PROMPTS, "answers": TRAFFIC_ANSWERS, **run.summary()}
+    first, each = (found[name]["median"] for name in ("ttft_ms", "tpot_ms"))
+    print(f"traffic: {found['output_tokens_per_s']:.0f} tok/s, first token after {first:.0f} ms, TPOT {each:.1f} ms")
+    return found
 
 
 def measure_over_http(url: str, vocab_size: int, spec: tuple[int, int, int], time_left: float) -> dict[str, Any]:

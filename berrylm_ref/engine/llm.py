@@ -36,7 +36,7 @@ class LLM:
     a GPU 16384. overlap: schedule a step while the one before runs; None is yes on a GPU. cuda_graphs: decode in CUDA graphs;
     None is yes with the triton backend on a GPU, without them the same steps run one launch at a time. decode_buckets: the batch
     sizes of decode steps, rounded up to with padding (None: a ladder on a GPU, every size elsewhere; []: each batch built anew).
-    prefill_buckets: tokens of a few short prompts together, likewise (None: up to 4096 on a GPU in bf16, none elsewhere).
+    prefill_buckets: tokens of a few short prompts together, likewise (None: up to 3072 on a GPU in bf16, none elsewhere).
     sequential: run requests one after the other through the plain loop instead, the engine's twin.
     tp: processes on this machine that share every layer, one GPU each, this one the first (see ``engine.ranks``); ``close`` ends
     the others, and so does this one's end. What they raise, or RankDied, ends them all. random_weights: a seed; the weights

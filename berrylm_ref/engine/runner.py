@@ -24,7 +24,7 @@ from ..model import BerryLM
 from .scheduler import Part
 
 UNKNOWN = -1  # a token that the device has and the host does not know yet
-PREFILL_BUCKETS = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)  # tokens; beyond, the host keeps up
+PREFILL_BUCKETS = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072)  # tokens; beyond, the host keeps up
 ROOM_SEQUENCES, ROOM_PAGES, ROOM_BOUNDARIES = 5, 2048, 8
 
 
@@ -215,6 +215,10 @@ class Runner:
         """Give up the buffers and graphs: what was captured in them, as NCCL's communicator, can't end before."""
         self._static.clear()
         self._rooms.clear()
+
+    @property
+    def prefill_buckets(self) -> list[int]:
+        return list(self._rooms)
 
     @torch.inference_mode()
     def capture(self) -> None:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from berrylm_ref import LLM, BerryLM, BerryLMConfig
 from berrylm_ref.backend import TORCH
+from berrylm_ref.bench import load
 from berrylm_ref.bench.configs import config_named
 from berrylm_ref.bench.correctness import layer_profile, same_answers, upcast_model
 from berrylm_ref.bench.experts import distinct_experts
@@ -203,11 +204,14 @@ def invoke(*args):
 SMALL = ("--config", "tiny", "--random-weights", "--device", "cpu", "--dtype", "float32", "--max-total-tokens", 4096)
 
 
-def test_the_whole_command_tiny(tmp_path):
+def test_the_whole_command_tiny(tmp_path, monkeypatch):
+    few = {"REQUESTS": 5, "TOGETHER": 3, "PROMPTS": (5, 90), "ANSWERS": (2, 6)}
+    for name, value in few.items():
+        monkeypatch.setattr(load, f"TRAFFIC_{name}", value)
     out = tmp_path / "model.json"
     done = invoke(
         *SMALL, "--workloads", "64/4@1,64/4@3", "--seconds-per-workload", 0, "--profile", "--check", "--long", "--out", out,
-        "--prefill-tokens", 128, "--profile-batches", "1,3", "--profile-context", 64, "--check-tokens", 130,
+        "--traffic", "--prefill-tokens", 128, "--profile-batches", "1,3", "--profile-context", 64, "--check-tokens", 130,
         "--twice-tokens", 150, "--long-tokens", 2100, "--layers", 2, "--overlap",
     )  # fmt: skip
     assert done.exit_code == 0, done.output
@@ -220,6 +224,8 @@ def test_the_whole_command_tiny(tmp_path):
     assert set(found["profile"]) == {"decode_1", "decode_3", "prefill_128"}
     assert all("products" in p["groups"] and p["busy_ms"] <= p["span_ms"] for p in found["profile"].values())
     assert found["sent_twice"]["cached_tokens"] == [128] and found["layer_profile"]["reference"] == "float64"
+    assert list(found["first_token_ms"]) == ["16", "64"] and min(found["first_token_ms"].values()) > 0
+    assert found["traffic"]["requests"] == 5 and 5 * 2 <= found["traffic"]["output_tokens"] <= 5 * 6
     assert torch.is_grad_enabled(), "and the process is left as it was"
 
 

@@ -122,7 +122,7 @@ def test_prompts_in_a_room_are_as_near_as_others():
     for name, dtype, buckets in (("rooms", "bfloat16", None), ("packed", "bfloat16", []), ("fp32", "float32", None)):
         engine, found = llm(dtype, max_total_tokens=2**15, prefill_buckets=buckets), []
         runner = engine.engine.runner
-        assert len(runner._rooms) == (11 if name == "rooms" else 0)
+        assert len(runner._rooms) == (10 if name == "rooms" else 0)
         assert all(static.graph is not None for static in runner._rooms.values())
         for pool in vars(runner.caches).values():
             pool[:, 0] = torch.nan
