@@ -95,17 +95,39 @@ def model() -> str:
     p = d["prefill"]
     count = d["weights"]["parameters"] / 1e9
     return f"""**The whole model**, {count:.1f} B random weights in bf16 on one card, through the engine, by `berrylm bench model
---random-weights --profile --http --check --long`: prompt/output tokens @ requests at once. Published: SGLang on the same card.
-The limit is the roofline of `berrylm_ref/bench/roofline.py` at the bandwidth measured in the same run.
+--random-weights --profile --http --check --long --traffic`: prompt/output tokens @ requests at once. Published: SGLang on the
+same card. The limit is the roofline of `berrylm_ref/bench/roofline.py` at the bandwidth measured in the same run.
 
 {against_published(d["workloads"])}
 
 A decode step takes {steps} ms. A prompt of {p["tokens"]} tokens is read in {p["median_seconds"] * 1e3:.0f} ms,
 {p["share_of_matmul_rate"]:.0%} of the rate of the 8192-cubed product.
 
+{prompts()}
+
 {checks()}
 
 {two()}"""
+
+
+def prompts() -> str:
+    d, packed = load("model"), load("model_no_rooms")
+    rows = [(tokens, f"{ms:.1f}", f"{packed['first_token_ms'][tokens]:.1f}") for tokens, ms in d["first_token_ms"].items()]
+    (low, high), (least, most) = d["traffic"]["prompts"], d["traffic"]["answers"]
+    lines = [
+        (f"{x['output_tokens_per_s']:.0f}", f"{x['ttft_ms']['median']:.0f}", f"{x['tpot_ms']['median']:.1f}")
+        for x in (d["traffic"], packed["traffic"])
+    ]
+    names = ("rooms", "packed as they are")
+    together, count = d["traffic"]["together"], d["traffic"]["requests"]
+    return f"""Milliseconds from a prompt alone to its first token. A few short prompts are padded to a "room", whose forward is
+one CUDA graph; beside it another run with prompts packed as they are (`--no-rooms`), where the host's launches set the time:
+
+{table(("tokens", *names), rows)}
+
+{count} requests that come and go, {together} at once, {low} to {high} tokens in, {least} to {most} out (`--traffic`):
+
+{table(("", "tokens/s", "first token, ms", "ms a token"), [(name, *line) for name, line in zip(names, lines, strict=True)])}"""
 
 
 def checks() -> str:
