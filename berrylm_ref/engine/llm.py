@@ -72,6 +72,8 @@ class LLM:
         for name, value in (("snapshot_bytes", snapshot_bytes), ("random_weights", random_weights)):
             positive(name, value, optional=True, least=0)
         for name, buckets in (("decode_buckets", decode_buckets), ("prefill_buckets", prefill_buckets)):
+            if not isinstance(buckets, list | tuple | None):
+                raise ValueError(f"LLM: {name}: expected a list of integers, got {buckets!r}")
             for bucket in buckets or []:
                 positive(name, bucket)
         ready = isinstance(folder, BerryLM)  # see from_model
@@ -132,8 +134,13 @@ class LLM:
             decode_buckets = ladder(max_running_requests) if on_gpu else list(range(1, max_running_requests + 1))
         budget = chunked_prefill_size or (16384 if on_gpu else 2048)
         can_pack = can_capture and model.dtype == torch.bfloat16 and model.config.head_dim % 8 == 0  # see ``paged_attention``
+        # padding would count: "sglang" chooses its form by the chunks of the whole batch, which no graph may read
+        counts = any(layer.linear_attn.intra == "sglang" for layer in model.model.layers if layer.is_linear)
         if prefill_buckets is None:
-            prefill_buckets = [tokens for tokens in PREFILL_BUCKETS if tokens <= budget] if can_pack else []
+            prefill_buckets = [tokens for tokens in PREFILL_BUCKETS if tokens <= budget] if can_pack and not counts else []
+        elif prefill_buckets and (counts or not ops.boundary_states):
+            what = "kda_intra 'sglang'" if counts else f"backend {ops.name!r}, which hands out no boundary states"
+            raise ValueError(f"LLM: prefill_buckets: expected none with {what}, got {prefill_buckets}")
         elif graphs and prefill_buckets and not can_pack:
             raise ValueError(f"LLM: prefill_buckets: expected none in CUDA graphs unless dtype is bfloat16, got {model.dtype}")
         return Engine(

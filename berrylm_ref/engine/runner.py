@@ -77,7 +77,8 @@ class Runner:
         self.last = torch.zeros(slots, dtype=torch.long, device=device)  # by slot: its newest token
         self.slots: Tensor | None = None  # of the last forward's parts
         self._static: dict[int, Static] = {}
-        self._rooms = {tokens: self._room(tokens) for tokens in sorted(prefill_buckets or []) if tokens <= width * size}
+        least, most = model.backend.state_grid, width * size  # a smaller room could take nothing, not even its own padding
+        self._rooms = {tokens: self._room(tokens) for tokens in sorted(prefill_buckets or []) if least <= tokens <= most}
         if graphs:
             self.capture()
 
@@ -89,7 +90,8 @@ class Runner:
             return self._prompts(parts)
         logits = self.decode(size, *self._rows(parts[:count]))
         if count < len(parts):
-            slots = self.slots
+            # a room's graph was captured first, out of the same memory: it may write where these logits lie
+            logits, slots = logits.clone(), self.slots
             logits = torch.cat([logits, self._prompts(parts[count:])])
             self.slots = torch.cat([slots, self.slots])
         return logits

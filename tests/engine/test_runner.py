@@ -11,6 +11,7 @@ import torch
 from models import VOCAB, small_llm
 
 from berrylm_ref import SamplingParams
+from berrylm_ref.backend import TORCH
 from berrylm_ref.cache.batch import Batch, Room, Sequence
 from berrylm_ref.cache.pool import Pool, PoolSizes
 from berrylm_ref.engine.engine import Readback
@@ -50,6 +51,24 @@ def test_options_that_cannot_be_honoured_are_refused():
         small_llm(decode_buckets=[4, 0])
     with pytest.raises(ValueError, match="LLM: prefill_buckets: expected an integer, 1 or more, got '64'"):
         small_llm(prefill_buckets=["64"])
+    for name in ("decode_buckets", "prefill_buckets"):  # a generator would be used up by the check
+        for wrong in (64, 0, "64", {64}, (size for size in [64])):
+            with pytest.raises(ValueError, match=f"LLM: {name}: expected a list of integers, got "):
+                small_llm(**{name: wrong})
+    with pytest.raises(ValueError, match=r"LLM: prefill_buckets: expected none with backend 'x', which hands out no boundary"):
+        small_llm(prefill_buckets=[64], backend=replace(TORCH, name="x", boundary_states=False))
+    with pytest.raises(ValueError, match=r"LLM: prefill_buckets: expected none with kda_intra 'sglang', got \[12000\]"):
+        small_llm(prefill_buckets=[12000], kda_intra="sglang")  # 70 tokens would run as 12000 do, in another form
+
+
+def test_a_room_runs_with_nobody_in_it():
+    """So it is captured: one smaller than the grid would keep a state of its padding that isn't there, on a GPU out of bounds."""
+    runner = small_llm(prefill_buckets=[97, 1, 64, 63, 64, 5000, 10**6]).engine.runner
+    assert runner.prefill_buckets == [64, 97], "nor one that is larger than the memory"
+    for static in runner._rooms.values():
+        static.numbers.copy_(Batch.pack([], runner.caches, static.room))
+        with torch.inference_mode():
+            assert runner._prefill_step(static).isfinite().all()
 
 
 @pytest.mark.parametrize("bucket", [4, 8])
@@ -156,6 +175,31 @@ def test_decodes_run_as_they_do_alone_beside_prompts(twin):
     assert [r.output_ids for r in requests] == ids(want)
     assert ("decode", "prefill") in zip(calls, calls[1:], strict=False)
     assert "extend" in calls, "three decodes fit no bucket, and the last prompt no room"
+
+
+def test_logits_of_decodes_outlive_the_prompts_behind_them(twin):
+    """Graphs share their memory: one that runs later may write where the logits of the one before lie."""
+    llm = small_llm(decode_buckets=[3], max_running_requests=3, prefill_buckets=[192])
+    runner = llm.engine.runner
+    prefill, overwritten = runner.prefill, []
+
+    def reuses(*numbers):
+        for static in runner._static.values():
+            if static.logits is not None:
+                static.logits.fill_(-torch.inf)
+                overwritten.append(static)
+        return prefill(*numbers)
+
+    runner.prefill = reuses
+    prompts = [TRUNK[:70], TRUNK[30:60], TRUNK[:100]]
+    requests = [llm.requests(prompt, GREEDY)[0] for prompt in prompts]
+    for request in requests:
+        llm.engine.add(request)
+        llm.engine.step()
+        llm.engine.step()
+    while not llm.engine.idle:
+        llm.engine.step()
+    assert [r.output_ids for r in requests] == ids(twin.generate(prompts, GREEDY)) and len(overwritten) == 2
 
 
 def test_the_page_table_follows_slots_pages_and_batches(twin):

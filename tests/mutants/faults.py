@@ -229,8 +229,8 @@ FAULTS: list[Fault] = [
     Fault(
         "05_kda_layer",
         "berrylm_ref/cache/batch.py",
-        "self.caches.conv[layer].index_select(0, self.slots), self.caches.state[layer].index_select(0, self.slots)",
-        "self.caches.conv[layer].index_select(0, self.slots), None",
+        "return windows, states",
+        "return windows, None",
         "the state is dropped when more than one token comes",
     ),
     Fault(
@@ -476,6 +476,20 @@ FAULTS: list[Fault] = [
         "return budget - (end - start)",
         "return budget",
         "pieces of prompts are not charged to the budget",
+    ),
+    Fault(
+        "11_engine",
+        "berrylm_ref/engine/runner.py",
+        "torch.cat([logits, self._prompts(parts[count:])])",
+        "torch.cat([self._prompts(parts[count:]), logits])",
+        "beside a prompt, the rows of decodes are somebody else's",
+    ),
+    Fault(
+        "11_engine",
+        "berrylm_ref/cache/batch.py",
+        "torch.cat([logit_rows[:real], logit_rows.new_zeros(len(sequences) - real)])",
+        "logit_rows.new_zeros(len(sequences))",
+        "every prompt that is padded goes on after its first token",
     ),
     # 12 thinking and tools
     Fault(
