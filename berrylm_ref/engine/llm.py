@@ -134,7 +134,7 @@ class LLM:
             decode_buckets = ladder(max_running_requests) if on_gpu else list(range(1, max_running_requests + 1))
         budget = chunked_prefill_size or (16384 if on_gpu else 2048)
         can_pack = can_capture and model.dtype == torch.bfloat16 and model.config.head_dim % 8 == 0  # see ``paged_attention``
-        # padding would count: "sglang" chooses its form by the chunks of the whole batch, which no graph may read
+        # "sglang" chooses its form by the chunks of a batch: padding would count, and in a graph nobody can count
         counts = any(layer.linear_attn.intra == "sglang" for layer in model.model.layers if layer.is_linear)
         if prefill_buckets is None:
             prefill_buckets = [tokens for tokens in PREFILL_BUCKETS if tokens <= budget] if can_pack and not counts else []
