@@ -5,7 +5,8 @@ pages: there the work is in the matrix products, and the library's are hard to b
 runs at 640 TFLOP/s (cuDNN), a chunk that continues one at 300 (torch has no lower-right mask for cuDNN). cuDNN compiles a
 kernel for every new length, which takes longer than many prompts: lengths that are no multiple of ``RECURRING`` go to
 FlashAttention-2. Short ones cost the host more than the GPU: neighbours share one gather, one such call and one gate. Which way
-a sequence goes depends on its own lengths alone, and so do its bits.
+a sequence goes depends on its own lengths alone, and so do its bits; but with ``key_offsets`` all go the last way, even a single
+query and a long context.
 """
 
 from contextlib import nullcontext
