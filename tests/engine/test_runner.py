@@ -168,7 +168,6 @@ def test_decodes_run_as_they_do_alone_beside_prompts(twin):
         llm.engine.add(request)
         for _ in range(3):
             llm.engine.step()
-    llm.run([])
     while not llm.engine.idle:
         llm.engine.step()
     want = twin.generate([r.prompt_ids for r in requests], GREEDY)

@@ -139,6 +139,25 @@ def test_prompts_in_a_room_are_as_near_as_others():
     assert found < 1.3 * floor
 
 
+def test_prompts_that_arrive_beside_decodes_change_no_token():
+    """bf16, greedy and sampled: both graphs of a step lie in one pool of memory, and the second must leave the first's logits."""
+    asked = [prompt(60 + i, 20 + 97 * (i % 5)) for i in range(24)]
+    params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=20 + 3 * (i % 7), ignore_eos=True) for i in range(24)]
+    made = []
+    for graphs in (True, False):
+        engine = llm("bfloat16", cuda_graphs=graphs, overlap=graphs)
+        requests = [r for p, how in zip(asked, params, strict=True) for r in engine.requests(p, how)]
+        for request in requests:
+            engine.engine.add(request)
+            for _ in range(4):
+                engine.engine.step()
+        while not engine.engine.idle:
+            engine.engine.step()
+        engine.engine.check()
+        made.append([r.output_ids for r in requests])
+    assert made[0] == made[1]
+
+
 def test_rooms_in_graphs_are_refused_where_they_cannot_be():
     with pytest.raises(ValueError, match="LLM: prefill_buckets: expected none in CUDA graphs unless dtype is bfloat16, got "):
         llm("float32", prefill_buckets=[256])
