@@ -18,7 +18,7 @@ from ..model import BerryLM, as_dtype
 from ..random_weights import random_model
 from .correctness import layer_profile, same_answers
 from .experts import measured_experts
-from .load import measure, measure_over_http, traffic
+from .load import TRAFFIC_TOGETHER, measure, measure_over_http, traffic
 from .long_context import DECODED, long_context
 from .machine import ceilings, folder_name, machine, synchronize
 from .profile import profile_decode, profile_prefill
@@ -180,7 +180,7 @@ def build(s: Settings, report: Report) -> BerryLM | None:
 
 def start_engine(s: Settings, source: BerryLM | Path, held: list[LLM]) -> dict[str, Any]:
     """The engine of a model, or of the ranks that share a folder's; how many tokens and snapshots fit beside the weights."""
-    running = max([c for _, _, c in (*s.workloads, *over_http(s))] + list(s.profile_batches))
+    running = max([c for _, _, c in (*s.workloads, *over_http(s))] + list(s.profile_batches) + [TRAFFIC_TOGETHER] * s.traffic)
     options = {"max_running_requests": running, **s.engine}
     if isinstance(source, BerryLM):
         held.append(LLM.from_model(source, **options))

@@ -4,78 +4,15 @@ Prefill, a later chunk of a prompt, decode and any mixture are the same batch: a
 tokens that are already in the caches. Page 0 and slot 0 are scratch for padding and belong to nobody.
 """
 
-from array import array
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from math import prod
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..config import BerryLMConfig
-
-SIZES = 6  # numbers at the start of a packed batch
-
-
-@dataclass
-class Caches:
-    """The memory of all layers; a sequence owns whole pages and one slot.
-
-    k_pages, v_pages: [full layers, pages, page_size, kv_heads, head_dim], model dtype
-    conv:             [linear layers, slots, C, W - 1], model dtype: the last raw inputs of the convolution, oldest first
-    state:            [linear layers, slots, HV, K, V], fp32 (fp64 for a fp64 model)
-    snapshot_conv, snapshot_state: the same for snapshots in place of slots
-    """
-
-    k_pages: Tensor
-    v_pages: Tensor
-    conv: Tensor
-    state: Tensor
-    snapshot_conv: Tensor
-    snapshot_state: Tensor
-
-    @classmethod
-    def allocate(
-        cls,
-        config: BerryLMConfig,
-        *,
-        pages: int,
-        page_size: int,
-        slots: int,
-        snapshots: int = 0,
-        snapshot_dtype: torch.dtype | None = None,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> "Caches":
-        """Zeroed memory for so many usable pages, slots and snapshots, beside the scratch ones at index 0."""
-        c, full, linear = config, len(config.full_layers), len(config.linear_layers)
-        kv = (full, pages + 1, page_size, c.num_key_value_heads, c.head_dim)
-        conv = (c.conv_dim, c.linear_conv_kernel_dim - 1)
-        state = (c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim)
-        state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-
-        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        return cls(
-            k_pages=zeros(*kv, dtype=dtype),
-            v_pages=zeros(*kv, dtype=dtype),
-            conv=zeros(linear, slots + 1, *conv, dtype=dtype),
-            state=zeros(linear, slots + 1, *state, dtype=state_dtype),
-            snapshot_conv=zeros(linear, snapshots + 1, *conv, dtype=dtype),
-            snapshot_state=zeros(linear, snapshots + 1, *state, dtype=snapshot_dtype or state_dtype),
-        )
-
-    @property
-    def page_size(self) -> int:
-        return self.k_pages.shape[2]
-
-    def clear_slot(self, slot: int) -> None:
-        """A new sequence starts from a zero state and a zero window."""
-        self.conv[:, slot] = 0
-        self.state[:, slot] = 0
+from .caches import Caches
+from .packing import SIZES, ints, joined, shapes_of, starts, views
 
 
 @dataclass
@@ -201,7 +138,9 @@ class Batch:
         counts = [length if s.all_logits else min(length, 1) for length, s in zip(lengths, sequences, strict=True)]
 
         slots = ints(s.slot for s in sequences)
-        table = joined([*s.pages[:widest], *[0] * (widest - len(s.pages))] for s in sequences).view(len(sequences), widest)
+        table = torch.zeros(len(sequences), widest, dtype=torch.long)
+        for row, s in zip(table, sequences, strict=True):
+            row[: len(s.pages)] = ints(s.pages[:widest])
         ids = joined(s.tokens for s in sequences)
         owner = torch.arange(len(lengths)).repeat_interleave(ints(lengths))  # [P], the sequence of each token
         positions = torch.arange(len(ids)) + (ints(contexts) - ints(offsets[:-1]))[owner]
@@ -214,14 +153,14 @@ class Batch:
         unknown = (ids < 0).nonzero().squeeze(-1)
 
         sizes = len(sequences), widest, len(ids), len(logit_rows), len(kept), len(unknown)
-        shapes = _shapes(*sizes, taps)
+        shapes = shapes_of(*sizes, taps)
         packed = torch.empty(starts(shapes)[-1], dtype=torch.long, pin_memory=caches.state.device.type == "cuda")
         packed[: len(sizes)] = ints(sizes)
         parts = [
             ids, positions, ints(offsets), ints(contexts), table, logit_rows, slots, kv_rows, ints(s for _, _, s in kept),
             windows, unknown, slots[owner[unknown]], pairs.view(torch.long),
         ]  # fmt: skip
-        for place, part in zip(_views(packed, shapes), parts, strict=True):
+        for place, part in zip(views(packed, shapes), parts, strict=True):
             place.copy_(part.view(place.shape))
         return packed
 
@@ -229,13 +168,13 @@ class Batch:
     def unpack(cls, packed: Tensor, caches: Caches, last: Tensor | None = None) -> "Batch":
         """What ``pack`` gave, on the device; nothing of it may change afterwards."""
         taps = caches.conv.shape[-1]
-        shapes = _shapes(*packed[:SIZES].tolist(), taps)
+        shapes = shapes_of(*packed[:SIZES].tolist(), taps)
         there = packed.to(caches.state.device, non_blocking=True)  # pinned, it is handed on only when the copy is through
-        _, _, offsets, contexts, *_ = _views(packed, shapes)
+        _, _, offsets, contexts, *_ = views(packed, shapes)
         (
             ids, positions, cu_seqlens, context_lens, table, logit_rows, slots, kv_rows, snapshots, windows,
             unknown, theirs, pairs,
-        ) = _views(there, shapes)  # fmt: skip
+        ) = views(there, shapes)  # fmt: skip
         if len(unknown):
             ids[unknown] = last[theirs]
         lengths = offsets.tolist(), contexts.tolist()
@@ -261,7 +200,7 @@ class Batch:
         """What ``pack`` gave for ``room``, in a buffer on the device that is filled anew for the next batch. No host reads it."""
         (
             ids, positions, cu_seqlens, context_lens, table, logit_rows, slots, kv_rows, snapshots, windows, _, _, pairs,
-        ) = _views(numbers, room_shapes(room, caches))  # fmt: skip
+        ) = views(numbers, room_shapes(room, caches))  # fmt: skip
         key_offsets = pad((context_lens + cu_seqlens.diff()).cumsum(0), (1, 0)).int()
         return cls(
             input_ids=ids,
@@ -327,49 +266,7 @@ def _check(sequences: list[Sequence], caches: Caches) -> None:
         raise ValueError(f"Batch: sequences: expected every sequence in its own slot, got slots {taken}")
 
 
-def _shapes(N: int, widest: int, P: int, M: int, K: int, U: int, taps: int) -> list[tuple[int, ...]]:
-    """Of the parts of a packed batch, in order; K states are kept (their pairs as K numbers), U tokens are unknown."""
-    return [(P,), (P,), (N + 1,), (N,), (N, widest), (M,), (N,), (P,), (K,), (K, taps), (U,), (U,), (K,)]
-
-
 def room_shapes(room: Room, caches: Caches) -> list[tuple[int, ...]]:
     """Of the parts of every batch packed for ``room``."""
     N, taps = room.sequences, caches.conv.shape[-1]
-    return _shapes(N, room.pages, room.tokens, N, room.boundaries, 0, taps)
-
-
-def starts(shapes: list[tuple[int, ...]]) -> list[int]:
-    """Where each part begins behind the sizes, and the end: at 16 bytes, or Triton compiles a kernel once more."""
-    return list(accumulate((-(-prod(shape) // 2) * 2 for shape in shapes), initial=SIZES))
-
-
-def _views(packed: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:
-    return [packed[i : i + prod(shape)].view(shape) for i, shape in zip(starts(shapes), shapes, strict=False)]
-
-
-def joined(rows: Iterable[Iterable[int]]) -> Tensor:
-    """All of ``rows`` behind each other, an int64 tensor on the host; thousands of numbers by a third of what ``ints`` takes."""
-    out = array("q")
-    for row in rows:
-        out.fromlist(list(row))
-    return torch.frombuffer(out, dtype=torch.long) if out else torch.empty(0, dtype=torch.long)
-
-
-def ints(values: Iterable[int]) -> Tensor:
-    """An int64 tensor on the host."""
-    return torch.tensor(list(values), dtype=torch.long)
-
-
-def upload(parts: list[Tensor], device: torch.device) -> list[Tensor]:
-    """int64 tensors of the host as tensors on ``device``, in one copy, for which a GPU makes nobody wait.
-
-    Each starts at 16 bytes: Triton compiles a kernel once more for an argument that does not.
-    """
-    if device.type != "cuda":
-        return [part.to(device) for part in parts]
-    starts = list(accumulate((-(-part.numel() // 2) * 2 for part in parts), initial=0))
-    host = torch.empty(max(starts[-1], 1), dtype=torch.long, pin_memory=True)  # torch hands it on only when the copy is through
-    for start, part in zip(starts, parts, strict=False):
-        host[start : start + part.numel()] = part.flatten()
-    there = host.to(device, non_blocking=True)
-    return [there[start : start + part.numel()].view(part.shape) for start, part in zip(starts, parts, strict=False)]
+    return shapes_of(N, room.pages, room.tokens, N, room.boundaries, 0, taps)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from ..config import BerryLMConfig
-from .batch import Caches
+from .caches import Caches
 
 
 class Allocator:

@@ -13,7 +13,7 @@ from itertools import accumulate
 
 import torch
 
-from ..cache.batch import ints, upload
+from ..cache.packing import ints, upload
 from ..cache.prefix import PrefixCache
 from ..model import BerryLM
 from .request import Request

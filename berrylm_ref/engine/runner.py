@@ -19,13 +19,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..cache.batch import Batch, Caches, Room, Sequence, ints, room_shapes, starts, upload
+from ..cache.batch import Batch, Caches, Room, Sequence, room_shapes
+from ..cache.packing import ints, starts, upload
 from ..model import BerryLM
 from .scheduler import Part
 
 UNKNOWN = -1  # a token that the device has and the host does not know yet
 PREFILL_BUCKETS = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072)  # tokens; beyond, the host keeps up
-ROOM_SEQUENCES, ROOM_PAGES, ROOM_BOUNDARIES = 5, 2048, 8
+ROOM_SEQUENCES, ROOM_KEYS, ROOM_BOUNDARIES = 5, 32768, 8  # of a bucket; keys: earlier tokens and new ones
 
 
 def ladder(most: int) -> list[int]:
@@ -199,7 +200,7 @@ class Runner:
         return self.model.run(Batch.in_room(static.numbers, static.room, self.caches))[0]
 
     def _room(self, tokens: int) -> StaticRoom:
-        pages = min(self.table.shape[1], max(ROOM_PAGES, -(-tokens // self.caches.page_size)))
+        pages = min(self.table.shape[1], -(-max(ROOM_KEYS, tokens) // self.caches.page_size))
         room = Room(tokens, ROOM_SEQUENCES, pages, ROOM_BOUNDARIES, self.model.backend.state_grid)
         shapes = room_shapes(room, self.caches)
         numbers = torch.zeros(starts(shapes)[-1], dtype=torch.long, device=self.device)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..cache.batch import ints, upload
+from ..cache.packing import ints, upload
 from .params import SamplingParams
 
 FAR = 2**31 - 1  # more tokens than any vocabulary has

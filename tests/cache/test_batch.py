@@ -5,7 +5,8 @@ import time
 import pytest
 import torch
 
-from berrylm_ref.cache.batch import Batch, Caches, Sequence, ints, joined
+from berrylm_ref.cache.batch import Batch, Caches, Sequence
+from berrylm_ref.cache.packing import ints, joined
 
 
 def caches(pages=100, slots=9, taps=3):
