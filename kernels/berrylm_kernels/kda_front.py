@@ -153,8 +153,10 @@ def kda_front_kernel(
         b_g = tl.where(m, log2_decay(b_g, rate, bias[None, :], lower_bound, RAW, BOUND), 0.0)
         if FORM == 1:
             a_q, a_k = difference_scores(b_q, b_k, b_g, a_q, a_k)
-        elif FORM == 2:
-            a_q, a_k = clamped_scores(b_q, b_k, b_g, a_q, a_k)
+        elif FORM == 2:  # unit keys from the start: 2^126 times a longer one leaves the range, and NaN is not how this form fails
+            n_q = (b_q.to(tl.float32) * r_q[:, None]).to(DT)
+            n_k = (b_k.to(tl.float32) * r_k[:, None]).to(DT)
+            a_q, a_k = clamped_scores(n_q, n_k, b_g, a_q, a_k)
         since, until, a_q, a_k = dyadic_scores(b_q, b_k, b_g, a_q, a_k, TOT + tile * (64 * BK), FORM == 0)
         p = o_i[:, None] * PK + o_k[None, :]
         b_q = b_q.to(tl.float32) * since
@@ -164,9 +166,10 @@ def kda_front_kernel(
         tl.store(KG + p, (b_k * r_k[:, None] * until).to(DT))
         tl.store(DD + tile * PK + o_k, tl.sum(tl.where((o_i == 63)[:, None], since, 0.0), 0))
 
-    a_q *= r_q[:, None] * r_k[None, :]
+    if FORM != 2:
+        a_q *= r_q[:, None] * r_k[None, :]
     tl.store(AQ + tile * 4096 + (o_i[:, None] * 64 + o_i[None, :]), a_q.to(DT))
-    a_k *= (r_k * b_beta)[:, None] * r_k[None, :]
+    a_k *= b_beta[:, None] if FORM == 2 else (r_k * b_beta)[:, None] * r_k[None, :]
     inv = invert(a_k.to(IT), PREC)
     inv_w = (inv * (b_beta * r_k)[None, :]).to(DT)
     tl.debug_barrier()  # other threads of this program wrote W

@@ -289,6 +289,8 @@ def test_clamped_form_is_a_faithful_failure():
     o, _ = check(inputs, name="twin", intra="clamped", oracle=torch_kda.chunk_kda, budget=4e-6)
     right, _ = chunk_kda(*inputs, use_qk_l2norm_in_kernel=True)
     assert rel_l2(o, right) > 5e-2
+    inputs[1][:] *= 30  # a trained model's keys before their norm: 2^126 times one is no number
+    check(inputs, name="twin, long keys", intra="clamped", oracle=torch_kda.chunk_kda, budget=4e-6)
 
 
 @pytest.mark.parametrize(
