@@ -120,8 +120,9 @@ def prompts() -> str:
     ]
     names = ("rooms", "packed as they are")
     together, count = d["traffic"]["together"], d["traffic"]["requests"]
-    return f"""Milliseconds from a prompt alone to its first token. A few short prompts are padded to a "room", whose forward is
-one CUDA graph; beside it another run with prompts packed as they are (`--no-rooms`), where the host's launches set the time:
+    most_tokens = d["memory"]["prefill_buckets"][-1]
+    return f"""Milliseconds from a prompt alone to its first token. A few prompts of {most_tokens} tokens at most are padded to a "room",
+whose forward is one CUDA graph; beside it a run with all prompts packed as they are (`--no-rooms`), whose time the host sets:
 
 {table(("tokens", *names), rows)}
 
@@ -151,8 +152,10 @@ def two() -> str:
     d = load("model_tp2")
     if not all(part["identical"] for part in (d["sent_twice"], d["cached_answers"])):
         raise ValueError("model_tp2.json: a cached pass gave other ids: this section would be wrong")
-    return f"""**Two cards**, by `berrylm bench model --random-weights --tp 2 --check`; the sums between them:
+    return f"""**Two cards**, by `berrylm bench model --random-weights --tp 2 --check --traffic`; the sums between them:
 {d["memory"]["all_reduce"]}. Greedy answers after a prefix from the cache have the same ids.
+A prompt of 1024 tokens alone has its first token after {d["first_token_ms"]["1024"]:.1f} ms; the requests that come and go get
+{d["traffic"]["output_tokens_per_s"]:.0f} tokens/s.
 
 {against_published(d["workloads"])}"""
 
