@@ -121,8 +121,8 @@ def prompts() -> str:
     names = ("rooms", "packed as they are")
     together, count = d["traffic"]["together"], d["traffic"]["requests"]
     most_tokens = d["memory"]["prefill_buckets"][-1]
-    return f"""Milliseconds from a prompt alone to its first token. A few prompts of {most_tokens} tokens at most are padded to a "room",
-whose forward is one CUDA graph; beside it a run with all prompts packed as they are (`--no-rooms`), whose time the host sets:
+    return f"""Milliseconds from a prompt alone to its first token. A few prompts of {most_tokens} tokens at most are padded to a
+"room", whose forward is one CUDA graph; beside it a run with all prompts packed as they are (`--no-rooms`): the host sets its time.
 
 {table(("tokens", *names), rows)}
 
