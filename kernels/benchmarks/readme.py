@@ -122,7 +122,8 @@ def prompts() -> str:
     together, count = d["traffic"]["together"], d["traffic"]["requests"]
     most_tokens = d["memory"]["prefill_buckets"][-1]
     return f"""Milliseconds from a prompt alone to its first token. A few prompts of {most_tokens} tokens at most are padded to a
-"room", whose forward is one CUDA graph; beside it a run with all prompts packed as they are (`--no-rooms`): the host sets its time.
+"room", whose forward is one CUDA graph; beside it a run with all prompts packed as they are (`--no-rooms`), whose time is set by
+the host:
 
 {table(("tokens", *names), rows)}
 
