@@ -171,13 +171,25 @@ class Batch:
         shapes = shapes_of(*packed[:SIZES].tolist(), taps)
         there = packed.to(caches.state.device, non_blocking=True)  # pinned, it is handed on only when the copy is through
         _, _, offsets, contexts, *_ = views(packed, shapes)
-        (
-            ids, positions, cu_seqlens, context_lens, table, logit_rows, slots, kv_rows, snapshots, windows,
-            unknown, theirs, pairs,
-        ) = views(there, shapes)  # fmt: skip
+        ids, *_, unknown, theirs, _ = parts = views(there, shapes)
         if len(unknown):
             ids[unknown] = last[theirs]
         lengths = offsets.tolist(), contexts.tolist()
+        longest = max((end - begin for begin, end in pairwise(lengths[0])), default=0)
+        return cls._of(parts, caches, max_query_len=longest, lengths=lengths)
+
+    @classmethod
+    def in_room(cls, numbers: Tensor, room: Room, caches: Caches) -> "Batch":
+        """What ``pack`` gave for ``room``, in a buffer on the device that is filled anew for the next batch. No host reads it."""
+        _, _, cu_seqlens, context_lens, *_ = parts = views(numbers, room_shapes(room, caches))
+        begins = pad((context_lens + cu_seqlens.diff()).cumsum(0), (1, 0)).int()
+        keys = begins, room.pages * caches.page_size
+        return cls._of(parts, caches, max_query_len=room.tokens, key_offsets=keys, padded=True)
+
+    @classmethod
+    def _of(cls, parts: list[Tensor], caches: Caches, **known) -> "Batch":
+        """A batch of what ``pack`` laid out, in its order, and what else is known of it."""
+        ids, positions, cu_seqlens, context_lens, table, logit_rows, slots, kv_rows, snapshots, windows, _, _, pairs = parts
         return cls(
             input_ids=ids,
             positions=positions,
@@ -185,39 +197,13 @@ class Batch:
             context_lens=context_lens,
             page_table=table,
             logit_rows=logit_rows,
-            max_query_len=max((end - begin for begin, end in pairwise(lengths[0])), default=0),
-            lengths=lengths,
             slots=slots,
             kv_rows=kv_rows,
             caches=caches,
             boundaries=pairs.view(torch.int32).view(-1, 2) if len(pairs) else None,
             snapshots=snapshots,
             window_rows=windows,
-        )
-
-    @classmethod
-    def in_room(cls, numbers: Tensor, room: Room, caches: Caches) -> "Batch":
-        """What ``pack`` gave for ``room``, in a buffer on the device that is filled anew for the next batch. No host reads it."""
-        (
-            ids, positions, cu_seqlens, context_lens, table, logit_rows, slots, kv_rows, snapshots, windows, _, _, pairs,
-        ) = views(numbers, room_shapes(room, caches))  # fmt: skip
-        key_offsets = pad((context_lens + cu_seqlens.diff()).cumsum(0), (1, 0)).int()
-        return cls(
-            input_ids=ids,
-            positions=positions,
-            cu_seqlens=cu_seqlens,
-            context_lens=context_lens,
-            page_table=table,
-            logit_rows=logit_rows,
-            max_query_len=room.tokens,
-            slots=slots,
-            kv_rows=kv_rows,
-            caches=caches,
-            boundaries=pairs.view(torch.int32).view(-1, 2),
-            snapshots=snapshots,
-            window_rows=windows,
-            key_offsets=(key_offsets, room.pages * caches.page_size),
-            padded=True,
+            **known,
         )
 
     @property
