@@ -26,7 +26,8 @@ def make(device: torch.device, dtype: torch.dtype) -> Backend:
         """The arguments of ``ops.kda.chunk_kda``; fla forms its scores in its own way, hands out no boundary states, and calls
         another function of the gate its lower bound (a scaled sigmoid, no maximum)."""
         if intra != "dyadic" or state_boundaries is not None:
-            raise ValueError(f"chunk_kda of fla: expected intra 'dyadic', no state_boundaries, got {intra!r}, {state_boundaries}")
+            got = f"{intra!r}, {'none' if state_boundaries is None else len(state_boundaries)}"
+            raise ValueError(f"chunk_kda of fla: expected intra 'dyadic', no state_boundaries, got {got}")
         if lower_bound is not None:
             raise ValueError(f"chunk_kda of fla: lower_bound: expected none, for its own means something else, got {lower_bound}")
         return kernel(q, k, v, g, beta, **kwargs)

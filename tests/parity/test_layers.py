@@ -295,7 +295,7 @@ def test_the_fla_side_has_its_kernel_in_one_slot(sides, prompts, monkeypatch):
     report = compare_layers(sides, sides.plain(torch.float32), side, prompts)
     assert report.ok and not backend.boundary_states and len(given) == 2 * 2 * 6, "free and in lockstep, two pieces, six layers"
     assert not any(c.op == "kept snapshot" for c in report.checks)
-    with pytest.raises(ValueError, match="chunk_kda of fla: expected intra 'dyadic', no state_boundaries, got 'clamped'"):
+    with pytest.raises(ValueError, match="chunk_kda of fla: expected intra 'dyadic', no state_boundaries, got 'clamped', none"):
         backend.chunk_kda(*[None] * 5, intra="clamped")
     with pytest.raises(ValueError, match="chunk_kda of fla: lower_bound: expected none, .* got -5.0"):
         backend.chunk_kda(*[None] * 5, lower_bound=-5.0)
