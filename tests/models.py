@@ -39,3 +39,13 @@ def small_llm(**options) -> LLM:
     """The fp64 engine on the two-layer model: in fp32 router near-ties flip and look like bugs."""
     options = {"dtype": "float64", "max_total_tokens": 4096, "snapshot_bytes": 2**22, **options}
     return LLM(checkpoint(options.pop("with_tokenizer", False)), **options)
+
+
+def arrive(engine, requests: list, steps: int) -> None:
+    """Add one of ``requests`` after the other, ``steps`` steps apart, and run them to their ends."""
+    for request in requests:
+        engine.add(request)
+        for _ in range(steps):
+            engine.step()
+    while not engine.idle:
+        engine.step()

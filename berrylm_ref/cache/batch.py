@@ -140,7 +140,7 @@ class Batch:
         slots = ints(s.slot for s in sequences)
         table = torch.zeros(len(sequences), widest, dtype=torch.long)
         for row, s in zip(table, sequences, strict=True):
-            row[: len(s.pages)] = ints(s.pages[:widest])
+            row[: len(s.pages)] = joined([s.pages[:widest]])
         ids = joined(s.tokens for s in sequences)
         owner = torch.arange(len(lengths)).repeat_interleave(ints(lengths))  # [P], the sequence of each token
         positions = torch.arange(len(ids)) + (ints(contexts) - ints(offsets[:-1]))[owner]

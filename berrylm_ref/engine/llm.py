@@ -142,7 +142,8 @@ class LLM:
             what = "kda_intra 'sglang'" if counts else f"backend {ops.name!r}, which hands out no boundary states"
             raise ValueError(f"LLM: prefill_buckets: expected none with {what}, got {prefill_buckets}")
         elif graphs and prefill_buckets and not can_pack:
-            raise ValueError(f"LLM: prefill_buckets: expected none in CUDA graphs unless dtype is bfloat16, got {model.dtype}")
+            got = f"{model.dtype}, {model.config.head_dim}"
+            raise ValueError(f"LLM: prefill_buckets: expected none in CUDA graphs unless bfloat16, head_dim 8, 16, .., got {got}")
         return Engine(
             model,
             PrefixCache(pool, strategy, ops.state_grid),

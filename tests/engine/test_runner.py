@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import VOCAB, small_llm
+from models import VOCAB, arrive, small_llm
 
 from berrylm_ref import SamplingParams
 from berrylm_ref.backend import TORCH
@@ -164,12 +164,7 @@ def test_decodes_run_as_they_do_alone_beside_prompts(twin):
         inner = getattr(runner, name)
         setattr(runner, name, lambda *a, name=name, inner=inner: calls.append(name) or inner(*a))
     requests = [llm.requests(TRUNK[i : i + n], GREEDY)[0] for i, n in enumerate((70, 33, 90, 150))]
-    for request in requests:
-        llm.engine.add(request)
-        for _ in range(3):
-            llm.engine.step()
-    while not llm.engine.idle:
-        llm.engine.step()
+    arrive(llm.engine, requests, steps=3)
     want = twin.generate([r.prompt_ids for r in requests], GREEDY)
     assert [r.output_ids for r in requests] == ids(want)
     assert ("decode", "prefill") in zip(calls, calls[1:], strict=False)
@@ -192,12 +187,7 @@ def test_logits_of_decodes_outlive_the_prompts_behind_them(twin):
     runner.prefill = reuses
     prompts = [TRUNK[:70], TRUNK[30:60], TRUNK[:100]]
     requests = [llm.requests(prompt, GREEDY)[0] for prompt in prompts]
-    for request in requests:
-        llm.engine.add(request)
-        llm.engine.step()
-        llm.engine.step()
-    while not llm.engine.idle:
-        llm.engine.step()
+    arrive(llm.engine, requests, steps=2)
     assert [r.output_ids for r in requests] == ids(twin.generate(prompts, GREEDY)) and len(overwritten) == 2
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from helpers import randomise, rel_l2, tiny_config
+from models import arrive
 
 from berrylm_ref import LLM, BerryLM, SamplingParams
 
@@ -147,19 +148,14 @@ def test_prompts_that_arrive_beside_decodes_change_no_token():
     for graphs in (True, False):
         engine = llm("bfloat16", cuda_graphs=graphs, overlap=graphs)
         requests = [r for p, how in zip(asked, params, strict=True) for r in engine.requests(p, how)]
-        for request in requests:
-            engine.engine.add(request)
-            for _ in range(4):
-                engine.engine.step()
-        while not engine.engine.idle:
-            engine.engine.step()
+        arrive(engine.engine, requests, steps=4)
         engine.engine.check()
         made.append([r.output_ids for r in requests])
     assert made[0] == made[1]
 
 
 def test_rooms_in_graphs_are_refused_where_they_cannot_be():
-    with pytest.raises(ValueError, match="LLM: prefill_buckets: expected none in CUDA graphs unless dtype is bfloat16, got "):
+    with pytest.raises(ValueError, match="prefill_buckets: expected none in CUDA graphs unless bfloat16, .*got torch.float32"):
         llm("float32", prefill_buckets=[256])
 
 
